@@ -1,8 +1,10 @@
 """The tables of options in these pages, written from the dataclasses: python docs/options.py (or make docs).
 
-    <!-- options DPOConfig -->   a row for each field that the class declares: name, default and docstring as in the
+    <!-- options DPOConfig -->   a row for each field that the class declares: name, default and help text as in the
     <!-- end -->                 source; the last column is the page's own, and is kept by the name of the option
     <!-- group opd rollouts -->  a row for each option of a group of options of a method, with the kinds that have it
+    <!-- end -->
+    <!-- conflicts all -->       the features that cannot be combined, and why
     <!-- end -->
     <!-- shared DPOConfig -->    what the class has beyond those from PostTrainConfig, as one paragraph
     <!-- end -->
@@ -10,17 +12,15 @@
 A test fails where a page is not what this script would write, or where a last column is empty.
 """
 
-import ast
 import dataclasses
-import inspect
 import json
 import re
 import sys
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from hf_posttrain.capabilities import CONFLICTS
 from hf_posttrain.methods import METHODS, config_class
 from hf_posttrain.methods.distillation import DistillationConfig
 from hf_posttrain.methods.sft import SupervisedOptions
@@ -28,29 +28,27 @@ from hf_posttrain.models.section import ModelSection, TeacherSection
 from hf_posttrain.recipe.sections import Source
 from hf_posttrain.rounds.judges.section import JudgeSection
 from hf_posttrain.rounds.section import PairSection, RoundsSection
-from hf_posttrain.trainer.config import PostTrainConfig
+from hf_posttrain.trainer.config import PostTrainConfig, ReferenceOptions
 
 HERE = Path(__file__).parent
 CONFIGS = [config_class(method) for method in METHODS.values()]
 CLASSES = {
     cls.__name__: cls
-    for cls in (*CONFIGS, PostTrainConfig, SupervisedOptions, DistillationConfig, ModelSection, TeacherSection, Source,
+    for cls in (*CONFIGS, PostTrainConfig, ReferenceOptions, SupervisedOptions, DistillationConfig,
+                ModelSection, TeacherSection, Source,
                 RoundsSection, PairSection, JudgeSection)
 }
 _HEAD = "| option | default | meaning | change it when |\n|---|---|---|---|\n"
 _GROUP_HEAD = "| option | default | meaning |\n|---|---|---|\n"
-_PART = re.compile(r"(<!-- (options|shared|group) ([\w ]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+_PART = re.compile(r"(<!-- (options|shared|group|conflicts) ([\w ]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 
 def declared(cls: type) -> Iterator[tuple[str, str]]:
-    """(name, docstring) of each field in the body of a dataclass."""
-    [definition] = ast.parse(inspect.getsource(cls)).body
-    body = definition.body if isinstance(definition, ast.ClassDef) else []
-    names = {field.name for field in dataclasses.fields(cls)}
-    for node, after in pairwise(body):
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id in names:
-            said = after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else ""
-            yield node.target.id, " ".join(str(said).split())
+    """(name, help text) of each field in the body of a dataclass."""
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    for name in cls.__annotations__:
+        if name in fields and "help" in fields[name].metadata:
+            yield name, fields[name].metadata["help"]
 
 
 def default(cls: type, name: str) -> str:
@@ -99,11 +97,22 @@ def group_table(method: str, key: str) -> str:
     return _GROUP_HEAD + "".join(lines.values())
 
 
+def conflict_table() -> str:
+    """The pairs of features that cannot be combined, those with one reason in one row."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for first, second, reason in CONFLICTS:
+        rows.setdefault((first, reason), []).append(second)
+    lines = [f"| {first} | {', '.join(others)} | {reason} |\n" for (first, reason), others in rows.items()]
+    return "| feature | cannot be combined with | because |\n|---|---|---|\n" + "".join(lines)
+
+
 def written(page: str) -> str:
     """A page with its tables and paragraphs as they should be."""
 
     def part(found: re.Match[str]) -> str:
         begin, kind, name, inner, end = found.groups()
+        if kind == "conflicts":
+            return begin + conflict_table() + end
         if kind == "group":
             return begin + group_table(*name.split()) + end
         cls = CLASSES[name]

@@ -658,7 +658,7 @@ def test_a_stream_for_kto_ends_before_a_model_is_loaded(folder, no_weights, caps
         "\n".join(json.dumps({"prompt": str(i), "completion": "b", "label": True}) for i in range(3))
     )
     line = error_line(capsys, "sft.yaml", "method=kto", "data.train={path: rows2.jsonl, streaming: true}")
-    assert "not a stream" in line
+    assert "cannot be combined with a stream of rows" in line
 
 
 def test_an_output_dir_that_is_a_file_is_refused(folder, no_weights, capsys):

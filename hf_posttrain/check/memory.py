@@ -30,6 +30,7 @@ from ..scoring.choose_layout import able
 from ..scoring.head import BYTES_PER_LOGIT, META_MEMORY, kept_logits, tile_rows
 from ..scoring.layouts import collate
 from ..teachers.options import precomputes
+from ..trainer.option_group import OptionKind
 from ..watch.symptoms import listed
 from .placement import Engine, Shapes, engine_asked, policy_on
 from .plan import planned_examples
@@ -338,7 +339,8 @@ def advice(found: Any, run: Run, again: Any) -> list[str]:
         (engine.gpu and teacher is not None and not (teacher.offload or teacher.url), "teacher", {"offload": True}),
         (fewer > 1, "train", {"per_device_train_batch_size": 1, "gradient_accumulation_steps": steps * size}),
         (True, "train", {"per_device_eval_batch_size": 1}),
-        (hasattr(config, "sampler"), "train", {"sampler": {"kind": "policy", "batch_size": 1}}),
+        (isinstance(getattr(config, "sampler", None), PolicySamplerOptions), "train",
+         {"sampler": PolicySamplerOptions(batch_size=1)}),
         # engines from the fastest to the one that needs least
         *((several and (name, host) != (engine.name, False), "engine",
            {"name": name, "offload_params": host, "offload_optimizer": host})
@@ -355,7 +357,8 @@ def advice(found: Any, run: Run, again: Any) -> list[str]:
         if (after := again(changed)).total >= 0.98 * before.total:
             continue
         run, before = changed, after
-        said = " ".join(f"{section}.{name}={str(value).lower()}" for name, value in fields.items()).replace("'", "")
+        plain = {name: value.to_dict() if isinstance(value, OptionKind) else value for name, value in fields.items()}
+        said = " ".join(f"{section}.{name}={str(value).lower()}" for name, value in plain.items()).replace("'", "")
         if section == "engine":
             file = fields["name"] + "_offload" * fields["offload_params"]
             said = f"accelerate launch --config_file accelerate_configs/{file}.yaml"

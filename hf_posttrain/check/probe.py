@@ -127,7 +127,7 @@ def sampled(trainer: Any, rows: datasets.Dataset) -> Rollouts:
     [batch] = trainer.rollouts.window([trainer.data_collator(drawn)], 0)
     tokens = batch.targets
     with torch.no_grad():
-        if trainer.compares_whole(batch):
+        if trainer.diagnostics.compares_whole(batch):
             objective = Divergence(reverse_kl, trainer.request("dense", None))
             signal = trainer.teacher.signal(batch, objective.request)
             kl = trainer.score(trainer.model_wrapped, batch, objective.tile(signal, batch))["value"].double()

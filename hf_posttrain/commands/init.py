@@ -1,6 +1,6 @@
 """`hf-posttrain init METHOD`: a commented recipe that starts a run, with the keys that people change.
 
-What differs between methods comes from their rows of the table, from the fields of their Configs with the docstrings,
+What differs between methods comes from their rows of the table, from the fields of their Configs with the help texts,
 and from the shipped recipe of their name, which says where to begin. Torch is imported for a look at a data file alone.
 """
 
@@ -167,8 +167,10 @@ def _training(
 
 
 def field_docs(name: str) -> dict[str, str]:
-    """{field: first sentence of its docstring} of a section or a Config and its bases; {} for a class of others. From
-    the source, since an import takes torch."""
+    """Return {field: first sentence of its help text} of a section or a Config and its bases, {} for a class of others.
+
+    The texts come from the source, since an import takes torch.
+    """
     package, docs = Path(__file__).parents[1], dict[str, str]()
     for file in (*package.glob("methods/*.py"), *package.glob("*/section*.py"), package / "trainer" / "config.py"):
         text = file.read_text(encoding="utf-8")
@@ -176,12 +178,20 @@ def field_docs(name: str) -> dict[str, str]:
         for definition in (node for node in nodes if isinstance(node, ast.ClassDef) and node.name == name):
             for base in definition.bases:
                 docs |= field_docs(ast.unparse(base))
-            for field, after in itertools.pairwise(definition.body):
-                if isinstance(field, ast.AnnAssign) and isinstance(after, ast.Expr):
-                    said = " ".join(ast.literal_eval(after.value).split()).replace("None", "null")
-                    said = re.sub(r"^[A-Z](?=[a-z]*\b)", lambda found: found[0].lower(), said)
-                    docs[ast.unparse(field.target)] = said.partition(". ")[0].removesuffix(".")
+            for field in definition.body:
+                if isinstance(field, ast.AnnAssign) and (text := _help_text(field.value)):
+                    docs[ast.unparse(field.target)] = text
     return docs
+
+
+def _help_text(value: ast.expr | None) -> str:
+    """Return the first sentence of the help text of a field, which is a call of `option`, or an empty text."""
+    if not isinstance(value, ast.Call) or ast.unparse(value.func) != "option":
+        return ""
+    given = [keyword.value for keyword in value.keywords if keyword.arg == "help"] + value.args[1:2]
+    text = str(ast.literal_eval(given[0])).replace("None", "null")
+    text = re.sub(r"^[A-Z](?=[a-z]*\b)", lambda found: found[0].lower(), text)
+    return text.partition(". ")[0].removesuffix(".")
 
 
 def look_at(path: str, method: Method, option: str) -> tuple[dict[str, Any], bool, bool]:

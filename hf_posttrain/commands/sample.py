@@ -16,6 +16,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from ..capabilities import Feature, conflict
 from ..errors import InputError, error_context
 from ..models.section import ModelSection, section_of
 from ..recipe import build as parts
@@ -251,7 +252,7 @@ def _by_server(asked: _Asked, url: str) -> Any:
     from ..models.policy import terminal_ids_of
 
     if asked.section.images:
-        raise InputError("--url: a server is shown no pictures yet: drop it")
+        raise InputError(conflict(Feature.SAMPLE_URL, Feature.IMAGES))
     server = Server(url, "--url")
     with as_server_error():
         served, told = server.card()["id"], server.settings()

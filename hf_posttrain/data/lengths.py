@@ -12,6 +12,7 @@ import torch
 from transformers import PretrainedConfig
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
+from ..capabilities import Feature, conflict, option_features
 from ..errors import InputError, shown
 from .packing import example_lengths, lengths_of
 
@@ -62,22 +63,13 @@ def check_length_known(rows: Any, args: Any, training: bool) -> None:
     """
     if not isinstance(rows, datasets.IterableDataset):
         return
-    rollouts = getattr(getattr(args, "rollouts", None), "kind", None)  # of OPD, whose teacher scores rollouts
-    asked_by = {
-        "train_sampling_strategy: group_by_length": training and args.train_sampling_strategy == "group_by_length",
-        "rollouts: frozen": training and rollouts == "frozen",
-        "precompute_ref_log_probs": getattr(args, "precompute_ref_log_probs", None),
-        "teacher.precompute": rollouts is None and getattr(getattr(args, "teacher", None), "precompute", None),
-    }
-    for option, asked in asked_by.items():
-        if asked:
-            raise no_stream(option)
-
-
-def no_stream(option: str) -> InputError:
-    """Return the error for rows in a stream, all of which an option requires beforehand."""
-    problem = f"{option} needs a data set of known length, not a stream"
-    return InputError(f"{problem}: it is not supported with IterableDataset")
+    features = option_features(args)
+    of_training = {Feature.GROUP_BY_LENGTH, Feature.FROZEN, Feature.PACKING}
+    # of rollouts the teacher scores none of the rows
+    of_all = {Feature.REFERENCE_CACHE} if hasattr(args, "rollouts") else {Feature.REFERENCE_CACHE, Feature.PRECOMPUTE}
+    for feature in features:
+        if feature in of_all or (training and feature in of_training):
+            raise InputError(conflict(feature, Feature.STREAM))
 
 
 def check_fills_step(rows: Any, args: Any) -> None:

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import PreTrainedModel
 
 from ..batching.micro_batch import MicroBatch
+from ..capabilities import Feature, check_features, conflict, option_features
 from ..errors import InputError
 from ..scoring import forward
 from ..scoring.choose_layout import ROUGHEST, token_logps, tolerance, within
@@ -46,11 +47,9 @@ def settle(args: Any) -> ParallelismConfig | None:
         (stage not in (2, 3), "needs DeepSpeed with ZeRO stage 2 or 3"),
         (args.world_size % parts, f"needs a number of processes that it divides, not {args.world_size}"),
         (args.layout not in ("auto", "padded"), f"needs one document a row: layout: padded, not {args.layout}"),
-        (getattr(args, "packing", False), "needs one document a row: set packing: false"),
-        (args.eval_exact_match, "takes masks away, which generated answers need: set eval_exact_match: false"),
-        (args.neftune_noise_alpha, "would change its noise, which depends on the row length: no neftune_noise_alpha"),
         (not args.average_tokens_across_devices, "counts over all ranks: set average_tokens_across_devices: true"),
     ])  # fmt: skip
+    check_features(option_features(args) | {Feature.SEQUENCE_PARALLEL: "parallelism_config"})
     # processes that no size speaks of are data parallel
     return config if config.data_parallel_size > 1 else replace(config, dp_shard_size=args.world_size // parts)
 
@@ -80,9 +79,10 @@ def check_model(model: PreTrainedModel, router_coef: float, args: Any) -> None:
         (not pairs, "does not know its attention: the config has no num_key_value_heads"),
         (heads % parts or (pairs % parts and parts % pairs), f"cannot share out {heads} heads and {pairs} of keys"),
         (rope_switch(model), "would give each part of a row its own rotary frequencies (LongRoPE or dynamic NTK)"),
-        (model.base_model is not model and forward.sees(model), "cuts no rows with pictures: load it as a text model"),
         (router_coef, "would cut the rows that the router's loss is taken of: set router_aux_loss_coef: 0"),
     ])  # fmt: skip
+    if model.base_model is not model and forward.sees(model):
+        raise InputError(f"{conflict(Feature.SEQUENCE_PARALLEL, Feature.IMAGES)}. Load it as a text model")
     parallel.sp_handler.sp_attn_implementation = attention
 
 

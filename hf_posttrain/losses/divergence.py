@@ -2,13 +2,15 @@
 
 N: tokens, V: vocabulary, K: teacher's top tokens. q is the student's distribution, p the teacher's; both arrive as
 log-probabilities [N, V] (`log_softmax` of the logits, in fp32), so logits of any size and -inf padding stay finite.
-DIVERGENCES names them as recipes do.
+`names.py` lists those that recipes can name.
 """
 
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
+
+from . import names
 
 
 def log_softmax(logits: Tensor) -> Tensor:
@@ -61,10 +63,7 @@ def tvd(student: Tensor, teacher: Tensor) -> Tensor:
     return 0.5 * (teacher.exp() - student.exp()).abs().sum(-1)
 
 
-DIVERGENCES: dict[str, Callable[..., Tensor]] = {
-    "forward_kl": forward_kl, "reverse_kl": reverse_kl, "jsd": jsd, "skew_forward_kl": skew_forward_kl,
-    "skew_reverse_kl": skew_reverse_kl, "tvd": tvd,
-}  # fmt: skip
+DIVERGENCES: dict[str, Callable[..., Tensor]] = {name: globals()[name] for name in names.DIVERGENCES}
 
 
 def with_tail(top: Tensor) -> Tensor:

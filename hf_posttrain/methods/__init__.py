@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from ..data.kinds import PREFERENCE, PROMPTS, SUPERVISED, UNPAIRED
-from ..rollouts.options import REWARD, ROLLOUTS, SAMPLERS, TOKEN_WEIGHTS
+from ..rollouts.options import REWARD, ROLLOUTS, SAMPLERS, TOKEN_WEIGHTS, sampler_problems
 from ..teachers.options import TEACHER
 from ..trainer.limits import BELOW_ONE, COEFFICIENT, COUNT, POSITIVE, SHARE
 from ..trainer.method import Method, Paper
@@ -115,7 +115,7 @@ _ROWS = (
             "teacher": TEACHER, "rollouts": ROLLOUTS, "sampler": SAMPLERS, "reward": REWARD,
             "token_weights": TOKEN_WEIGHTS,
         },
-        rules=(rules.opd, rules.opd_tokens, rules.opd_reward, rules.opd_rollouts, rules.taught),
+        rules=(rules.opd, rules.opd_tokens, rules.opd_reward, sampler_problems, rules.taught),
         symptoms={
             "clipped_rollouts": "Raise train.max_completion_length (and train.max_length with it), or teach the student"
                                 " by SFT on finished answers to end its own",

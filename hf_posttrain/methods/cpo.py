@@ -14,6 +14,7 @@ from torch import nn
 
 from ..batching.micro_batch import MicroBatch
 from ..losses.preference import PAIRED, PairedOptions, Pairs
+from ..options import option
 from ..scoring.head import LogProb
 from ..trainer.base import PostTrainer
 from ..trainer.config import PostTrainConfig
@@ -27,14 +28,10 @@ class CPOConfig(PostTrainConfig):
     """Options of CPO; every other field of TrainingArguments and PostTrainConfig works as well."""
 
     method: ClassVar = METHODS["cpo"]
-    learning_rate: float = 1e-6
-    """Peak learning rate of AdamW."""
-    disable_dropout: bool = True
-    """Set every dropout of the policy to 0."""
-    beta: float = 0.1
-    """How steeply the preference loss falls with the difference of the log-probabilities."""
-    cpo_alpha: float = 1.0
-    """Weight of the chosen answer's NLL per token; 0 leaves it out."""
+    learning_rate: float = option(1e-6, "Peak learning rate of AdamW.")
+    disable_dropout: bool = option(True, "Set every dropout of the policy to 0.")
+    beta: float = option(0.1, "How steeply the preference loss falls with the difference of the log-probabilities.")
+    cpo_alpha: float = option(1.0, "Weight of the chosen answer's NLL per token; 0 leaves it out.")
 
 
 class CPOTrainer(PostTrainer):

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from ..data.teacher_rows import by_name
 from ..errors import InputError
 from ..models.section import TeacherSection
+from ..options import option
 from ..scoring.head import TileFunction
 from ..scoring.teacher_tiles import TeacherLogits
 from ..teachers.factory import build_teacher
@@ -31,25 +32,34 @@ class DistillationConfig(PostTrainConfig):
     """Fields that are no keys of a recipe."""
     merges_eos: ClassVar[bool] = False
     """Default of the option `merge_eos` of `teacher`."""
-    teacher: TeacherOptions | str | dict[str, Any] | None = None
-    """How student and teacher are compared, and what the teacher reads: {top_k, top_k_remainder, precompute, merge_eos,
-    prompt, tokenizer, names}."""
-    teacher_model_name_or_path: str | None = None
-    """Name or folder of the teacher for a trainer without `teacher_model`. A recipe has it in its teacher section."""
-    teacher_model_revision: str | None = None
-    """Revision of the teacher on the hub: only main; download any other, and give that folder."""
-    teacher_model_init_kwargs: dict[str, Any] | None = None
-    """Arguments of `from_pretrained` for a teacher that is given by name. A recipe has them in its teacher section."""
+    teacher: TeacherOptions | str | dict[str, Any] | None = option(
+        None,
+        "How student and teacher are compared, and what the teacher reads: {top_k, top_k_remainder, precompute, "
+        "merge_eos, prompt, tokenizer, names}.",
+    )
+    teacher_model_name_or_path: str | None = option(
+        None,
+        "Name or folder of the teacher for a trainer without `teacher_model`. A recipe has it in its teacher section.",
+    )
+    teacher_model_revision: str | None = option(
+        None, "Revision of the teacher on the hub: only main; download any other, and give that folder."
+    )
+    teacher_model_init_kwargs: dict[str, Any] | None = option(
+        None,
+        "Arguments of `from_pretrained` for a teacher that is given by name. A recipe has them in its teacher section.",
+    )
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
-        options: Any = self.teacher
-        if options.merge_eos is None:
-            self.teacher = options.changed(merge_eos=self.merges_eos)
-            self.keep_changes()
         if self.teacher_model_revision not in (None, "main"):
             problem = f"teacher_model_revision={self.teacher_model_revision!r} cannot be loaded by name"
             raise InputError(f"{problem}: download that revision, and give its folder as teacher")
+
+    def _validate(self) -> None:
+        super()._validate()
+        options: Any = self.teacher
+        if options.merge_eos is None:
+            self.teacher = replace(options, merge_eos=self.merges_eos)
 
 
 class Observer(TeacherLogits, Protocol):
@@ -84,7 +94,7 @@ class DistillationTrainer(PostTrainer):
         self.teacher_ends = setup.terminal_ids
         self.data_collator.teacher_inputs = setup.inputs
         for model in setup.models:
-            self.add_callback(model)
+            self.add_callback(model)  # type: ignore[arg-type]
         self.set_second_models(setup.models)
         self.second_key = " ".join(filter(None, [self.second_key, setup.teacher.description])) or None
         if setup.average is not None:
@@ -179,8 +189,8 @@ def check_teacher(args: Any, given: Any) -> Any:
         key = f"teacher_model[{name!r}]" if name else "teacher_model"
         for _, problem in (*section_problems(key, one), *teacher_problems(args, one)):
             raise InputError(problem)
-        for option, value in (("prompt", one.prompt), ("tokenizer", one.own_tokenizer or None)):
-            if value is not None and by_name(getattr(args.teacher, option)).get(name) is None:
+        for name_of_option, value in (("prompt", one.prompt), ("tokenizer", one.own_tokenizer or None)):
+            if value is not None and by_name(getattr(args.teacher, name_of_option)).get(name) is None:
                 why = "rows are prepared before the teacher is known"
-                raise InputError(f"{key}: {why}: set {option} in the option teacher of the Config too")
+                raise InputError(f"{key}: {why}: set {name_of_option} in the option teacher of the Config too")
     return given

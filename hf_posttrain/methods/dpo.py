@@ -6,7 +6,7 @@
 The losses are in `losses.preference`; the reference is the policy as it was when the trainer was built.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -16,10 +16,11 @@ from ..batching.micro_batch import MicroBatch
 from ..errors import InputError
 from ..losses.preference import PAIRED, PairedOptions, Pairs
 from ..models.reference import make_reference
+from ..options import option
 from ..scoring.head import LogProb
 from ..scoring.layouts import Branch, Example
 from ..trainer.base import PostTrainer
-from ..trainer.config import SWITCH, PostTrainConfig
+from ..trainer.config import ReferenceOptions
 from ..trainer.loss_units import Losses
 from ..watch.symptoms import listed
 from . import METHODS
@@ -27,40 +28,36 @@ from .rules import REFERENCE_FREE
 
 
 @dataclass
-class DPOConfig(PostTrainConfig):
+class DPOConfig(ReferenceOptions):
     """Options of DPO; every other field of TrainingArguments and PostTrainConfig works as well."""
 
     method: ClassVar = METHODS["dpo"]
-    learning_rate: float = 1e-6
-    """Peak learning rate of AdamW."""
-    disable_dropout: bool = True
-    """Set every dropout of the policy to 0, so that it starts equal to its reference."""
-    beta: float | None = None
-    """Strength of the pull to the reference; None: 0.1, and 2 for simpo."""
-    loss_type: list[str] | str = field(default_factory=lambda: ["sigmoid"])
-    """One loss, or a list of them to combine: the names in `losses.preference.PAIRED`."""
-    loss_weights: list[float] | None = None
-    """Weight of each loss of the list; None: all 1."""
-    label_smoothing: float = 0.0
-    """Probability that a label is wrong, for sigmoid (cDPO), robust (below 0.5) and exo_pair (above 0)."""
-    simpo_gamma: float = 0.5
-    """SimPO's target margin."""
-    nll_coef: float = 0.0
-    """Adds this much of the chosen answer's NLL per token: against falling chosen log-probabilities."""
-    precompute_ref_log_probs: bool | None = field(default=None, metadata=SWITCH)
-    """Score the data with the reference once, before training, into a cache on disk. True: and keep no second model
-    while training; None: where more than one pass over the data is planned."""
-    precompute_ref_batch_size: int | None = None
-    """Batch size of that; None: per_device_eval_batch_size."""
+    learning_rate: float = option(1e-6, "Peak learning rate of AdamW.")
+    disable_dropout: bool = option(
+        True, "Set every dropout of the policy to 0, so that it starts equal to its reference."
+    )
+    beta: float | None = option(None, "Strength of the pull to the reference; None: 0.1, and 2 for simpo.")
+    loss_type: list[str] | str = option(
+        help="One loss, or a list of them to combine: the names in `losses.preference.PAIRED`.",
+        default_factory=lambda: ["sigmoid"],
+    )
+    loss_weights: list[float] | None = option(None, "Weight of each loss of the list; None: all 1.")
+    label_smoothing: float = option(
+        0.0, "Probability that a label is wrong, for sigmoid (cDPO), robust (below 0.5) and exo_pair (above 0)."
+    )
+    simpo_gamma: float = option(0.5, "SimPO's target margin.")
+    nll_coef: float = option(
+        0.0, "Adds this much of the chosen answer's NLL per token: against falling chosen log-probabilities."
+    )
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         self.loss_type = listed(self.loss_type)
         if self.beta is None:
             self.beta = 2.0 if "simpo" in self.loss_type else 0.1
 
 
-def pair_examples(row: dict) -> list[Example]:
+def pair_examples(row: dict[str, Any]) -> list[Example]:
     """A prompt with two branches: the chosen answer and the rejected one."""
     return [Example(row["prompt_ids"], [Branch(row["chosen_ids"]), Branch(row["rejected_ids"])])]
 

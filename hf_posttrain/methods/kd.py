@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from ..errors import InputError
+from ..options import option
 from ..scoring.layouts import Example, reading_of
 from ..scoring.teacher_tiles import divergence
 from ..teachers.cache import precompute_top_k
@@ -31,17 +32,15 @@ class KDConfig(SupervisedOptions, DistillationConfig):
     """Options of KD; every other field of TrainingArguments and PostTrainConfig works as well."""
 
     method: ClassVar = METHODS["kd"]
-    learning_rate: float = 2e-5
-    """Peak learning rate of AdamW."""
-    kd_coef: float = 0.4
-    """Share of the divergence in the loss; the rest is the cross-entropy of the data."""
-    divergence: str = "forward_kl"
-    """forward_kl, reverse_kl, jsd, skew_forward_kl, skew_reverse_kl or tvd."""
-    beta: float | None = None
-    """Interpolation of jsd, where 0 is forward KL and 1 reverse KL (by default 0.5), or the share of the other
-    distribution that skew_forward_kl and skew_reverse_kl mix in (by default 0.1)."""
-    temperature: float = 1.0
-    """Divides both logits in the divergence."""
+    learning_rate: float = option(2e-5, "Peak learning rate of AdamW.")
+    kd_coef: float = option(0.4, "Share of the divergence in the loss; the rest is the cross-entropy of the data.")
+    divergence: str = option("forward_kl", "forward_kl, reverse_kl, jsd, skew_forward_kl, skew_reverse_kl or tvd.")
+    beta: float | None = option(
+        None,
+        "Interpolation of jsd, where 0 is forward KL and 1 reverse KL (by default 0.5), or the share of the other "
+        "distribution that skew_forward_kl and skew_reverse_kl mix in (by default 0.1).",
+    )
+    temperature: float = option(1.0, "Divides both logits in the divergence.")
 
 
 class KDTrainer(DistillationTrainer):
@@ -67,7 +66,7 @@ class KDTrainer(DistillationTrainer):
         return Divergence(function, request, ce_coef=1 - args.kd_coef)
 
     @staticmethod
-    def examples(row: dict) -> list[Example]:
+    def examples(row: dict[str, Any]) -> list[Example]:
         """Return the examples of SFT; the teacher may read another prompt."""
         reading = reading_of(row)
         return [replace(example, reading=reading) for example in supervised_examples(row)]

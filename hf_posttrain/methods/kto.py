@@ -10,7 +10,7 @@ The KL of a window must be known before its first backward, so y' is scored befo
 """
 
 import logging
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import datasets
@@ -19,15 +19,17 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from ..batching.micro_batch import Deferred, MicroBatch
+from ..capabilities import Feature, conflict
 from ..data.kinds import class_weights
 from ..errors import InputError
 from ..losses.unpaired import UNPAIRED
 from ..models.frozen import branch_logps
 from ..models.reference import make_reference
+from ..options import option
 from ..scoring.head import LogProb
 from ..scoring.layouts import Branch, Collator, Example
 from ..trainer.base import PostTrainer
-from ..trainer.config import SWITCH, PostTrainConfig
+from ..trainer.config import ReferenceOptions
 from ..trainer.loss_units import Losses
 from . import METHODS
 from .kto_pairing import RunningMean, find_partners
@@ -36,27 +38,22 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class KTOConfig(PostTrainConfig):
+class KTOConfig(ReferenceOptions):
     """Options of KTO; every other field of TrainingArguments and PostTrainConfig works as well."""
 
     method: ClassVar = METHODS["kto"]
-    learning_rate: float = 1e-6
-    """Peak learning rate of AdamW."""
-    disable_dropout: bool = True
-    """Set every dropout of the policy to 0, so that it starts equal to its reference."""
-    beta: float = 0.1
-    """Strength of the pull to the reference."""
-    loss_type: str = "kto"
-    """kto, apo_zero_unpaired (no KL estimate) or bco (the running mean of rewards in place of the KL)."""
-    desirable_weight: float | str = 1.0
-    """Weight of desirable rows; auto: as many as needed for both classes to weigh the same, never below 1."""
-    undesirable_weight: float | str = 1.0
-    """Weight of undesirable rows; auto as above."""
-    precompute_ref_log_probs: bool | None = field(default=None, metadata=SWITCH)
-    """Score the data with the reference once, before training, into a cache on disk. True: and keep no second model
-    while training; None: where more than one pass over the data is planned."""
-    precompute_ref_batch_size: int | None = None
-    """Batch size of that; None: per_device_eval_batch_size."""
+    learning_rate: float = option(1e-6, "Peak learning rate of AdamW.")
+    disable_dropout: bool = option(
+        True, "Set every dropout of the policy to 0, so that it starts equal to its reference."
+    )
+    beta: float = option(0.1, "Strength of the pull to the reference.")
+    loss_type: str = option(
+        "kto", "kto, apo_zero_unpaired (no KL estimate) or bco (the running mean of rewards in place of the KL)."
+    )
+    desirable_weight: float | str = option(
+        1.0, "Weight of desirable rows; auto: as many as needed for both classes to weigh the same, never below 1."
+    )
+    undesirable_weight: float | str = option(1.0, "Weight of undesirable rows; auto as above.")
 
 
 @dataclass
@@ -75,7 +72,7 @@ class KTOCollator(Collator):
 
     batch_class = KTOBatch
 
-    def __call__(self, rows: list[dict]) -> MicroBatch:
+    def __call__(self, rows: list[dict[str, Any]]) -> MicroBatch:
         """Lay out prepared rows."""
         batch = super().__call__(rows)
         if "mismatch_ids" not in rows[0]:
@@ -114,9 +111,7 @@ class KTOTrainer(PostTrainer):
     def prepare_rows(cls, rows: Any, tokenizer: Any, args: Any, name: str) -> Any:
         """Tokenised rows, each with the mismatched completion of its partner. Raises InputError for a stream."""
         if not isinstance(rows, datasets.Dataset):
-            both = "KTO and precompute_ref_log_probs are" if args.precompute_ref_log_probs else "KTO is"
-            mend = "rows are paired with others, which needs a data set of known length, not a stream"
-            raise InputError(f"{name}: {both} not supported with IterableDataset: {mend}")
+            raise InputError(f"{name}: {conflict(Feature.MISMATCHED_PAIRS, Feature.STREAM)}")
         if "mismatch_ids" in rows.column_names:
             return rows
         rows = super().prepare_rows(rows, tokenizer, args, name)
@@ -148,7 +143,7 @@ class KTOTrainer(PostTrainer):
         self.class_weights = weights_of(rows, self.args)
 
     @staticmethod
-    def examples(row: dict) -> list[Example]:
+    def examples(row: dict[str, Any]) -> list[Example]:
         """The row's own completion, and its label."""
         return [Example(row["prompt_ids"], [Branch(row["completion_ids"])], {"label": bool(row["label"])})]
 

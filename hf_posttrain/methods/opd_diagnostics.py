@@ -6,16 +6,25 @@ again; nor does the teacher, unless the loss reads less than its whole distribut
 Legend: N scored tokens, n tokens of a tile, V vocabulary.
 """
 
+import logging
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import TrainerState, TrainingArguments
 
+from ..data.chat import special_ids
 from ..losses.divergence import places
+from ..rollouts.batch import RolloutBatch
 from ..scoring.head import Tile, TileFunction
 from ..scoring.teacher_tiles import TeacherLogits
+from ..teachers.cross_tokenizer import CrossTokenizerTeacher
 from ..teachers.eos import MergedEOS
+
+logger = logging.getLogger(__name__)
 
 BUCKETS = 8
 """Parts of the longest rollout that are logged by themselves."""
@@ -182,3 +191,49 @@ def is_due(state: TrainerState, args: TrainingArguments) -> bool:
     """Return whether the current step is logged, by logging_steps and logging_first_step."""
     first = args.logging_first_step and state.global_step == 0
     return first or (state.global_step + 1) % max(int(state.logging_steps), 1) == 0
+
+
+class DiagnosticsBuilder:
+    """Builds the diagnostics of the batches of a trainer."""
+
+    def __init__(self, trainer: Any):
+        self.trainer = trainer
+        self.ends = self._tensor(trainer.terminal_ids)
+        self.special = self._tensor(special_ids(trainer.tokenizer))
+
+    def _tensor(self, ids: Iterable[int]) -> Tensor:
+        """Return those ids that both models have."""
+        known = sorted(i for i in ids if i < self.trainer.vocabulary)
+        return torch.tensor(known, dtype=torch.long, device=self.trainer.args.device)
+
+    def of(self, batch: RolloutBatch) -> Callable[[TeacherLogits], Diagnostics] | None:
+        """Return a function that builds the diagnostics of a batch from the teacher's logits.
+
+        None for a step that is not logged, and where `compares_whole` is False.
+        """
+        trainer = self.trainer
+        due = torch.is_grad_enabled() and is_due(trainer.state, trainer.args)
+        if not due or not self.compares_whole(batch):
+            return None
+        return partial(
+            Diagnostics,
+            tokens=len(batch.scored),
+            eos=trainer.eos,
+            temperature=trainer.args.temperature,
+            ends=self.ends,
+            special=self.special,
+        )
+
+    def compares_whole(self, batch: RolloutBatch) -> bool:
+        """Return whether student and teacher can be compared over the whole vocabulary."""
+        teacher = self.trainer.teacher
+        one_tokenizer = not isinstance(teacher, CrossTokenizerTeacher)
+        return bool(teacher and teacher.dense and one_tokenizer and batch.teacher_signal is None)
+
+    def log_advice(self, metrics: dict[str, float]) -> None:
+        """Log which rollouts the first log of a run suggests."""
+        args, state = self.trainer.args, self.trainer.state
+        first_log = 1 if args.logging_first_step else max(int(state.logging_steps), 1)
+        text = advice(metrics, args.rollouts.kind) if state.global_step == first_log else None
+        if text:
+            logger.info("%s", text)

@@ -8,9 +8,10 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from ..capabilities import Feature, conflict
 from ..data.template import parsed
+from ..losses.names import DIVERGENCES
 from ..models.section import TeacherSection
-from ..rollouts.options import FrozenRollouts, OnPolicyRollouts, sampler_problems
 from ..trainer.limits import LARGEST, Problem
 from ..trainer.rules import one_of
 from ..watch.symptoms import listed
@@ -22,7 +23,6 @@ PAIRED = (
 REFERENCE_FREE = {"sft", "simpo", "orpo"}
 LABEL_SMOOTHED = ("exo_pair", "robust", "sigmoid")
 UNPAIRED = ("kto", "apo_zero_unpaired", "bco")
-DIVERGENCES = ("forward_kl", "reverse_kl", "jsd", "skew_forward_kl", "skew_reverse_kl", "tvd")
 POLICY_GRADIENT = "policy_gradient"
 
 
@@ -103,46 +103,12 @@ def taught(values: Any) -> Iterator[Problem]:
             yield keys, f"teacher.{option} is a mapping by name exactly if teacher.names is given"
         elif isinstance(value, dict) and (unknown := sorted({*value} - {*names})):
             yield keys, f"teacher.{option}: {unknown[0]!r} is not one of teacher.names: {', '.join(names)}"
-    if tokenizer is not None and names:
-        problem = "teacher.tokenizer cannot be combined with teacher.names. Use one teacher, or the same tokenizer"
-        yield ("teacher.tokenizer", "teacher"), problem
-    if not (tokenizer or prompt or names):
-        return
-    described = "a teacher with a prompt of its own" if prompt else "one of several teachers"
-    described = "a teacher with its own tokenizer" if tokenizer else described
-    source = values.rollouts.kind if hasattr(values, "rollouts") else ""
-    if tokenizer and source not in ("", "on_policy"):
-        problem = f"{described} estimates from tokens that the current policy sampled. Set on_policy"
-        yield ("rollouts",), f"rollouts: {problem}"
-    elif source == "replay":
-        yield ("rollouts",), f"rollouts: replay keeps no rows, which {described} requires. Set on_policy or frozen"
-    if prompt or tokenizer:
-        for option, rejected in (("assistant_only_loss", True), ("completion_only_loss", False)):
-            if getattr(values, option, None) is rejected:
-                problem = f"{option}={rejected} cannot be combined with {described}, which reads another prompt"
-                yield (option,), f"{problem}. Remove it"
-    if tokenizer:
-        yield from _of_own_tokenizer(values)
-
-
-def _of_own_tokenizer(values: Any) -> Iterator[Problem]:
-    """Yield what a teacher with a tokenizer of its own excludes."""
-    reason = "cannot be combined with a teacher that has its own tokenizer, which is compared by chunks of text"
-    on_policy = hasattr(values, "rollouts")
-    if values.teacher.top_k is not None:
-        yield ("teacher.top_k", "teacher"), f"teacher.top_k {reason}. Remove it"
-    for option, usual in (("reward", None), ("lmbda", 1.0)):
-        if getattr(values, option, usual) != usual:
-            yield (option,), f"{option} {reason}. Remove it"
-    if getattr(getattr(values, "sampler", None), "prefetch", False):
-        yield ("sampler.prefetch", "sampler"), f"sampler.prefetch {reason}. Remove it"
-    if not on_policy and values.teacher.merge_eos:
-        yield ("teacher.merge_eos", "teacher"), f"teacher.merge_eos {reason}. Remove it"
-    if not on_policy and values.temperature != 1:
-        yield ("temperature",), f"temperature={values.temperature:g} {reason}. Remove it"
-    weights = getattr(values, "token_weights", None)
-    if weights is not None and weights.requires_advantage:
-        yield ("token_weights",), f"token_weights: {weights.kind} {reason}. Choose another one"
+    if tokenizer and not hasattr(values, "rollouts"):
+        reason = "cannot be combined with a teacher with its own tokenizer, which is compared by chunks of text"
+        if options.merge_eos:
+            yield ("teacher.merge_eos", "teacher"), f"teacher.merge_eos {reason}. Remove it"
+        if values.temperature != 1:
+            yield ("temperature",), f"temperature={values.temperature:g} {reason}. Remove it"
 
 
 def section_problems(key: str, section: TeacherSection) -> Iterator[Problem]:
@@ -197,8 +163,7 @@ def teacher_problems(values: Any, section: TeacherSection) -> Iterator[Problem]:
     if section.url and (found := served_problem(values)):
         yield found
     if section.self == "ema" and values.teacher.precompute:
-        problem = "teacher.precompute would keep the scores of the start, and self: ema changes. Remove one of the two"
-        yield ("teacher.precompute", "teacher"), problem
+        yield ("teacher.precompute", "teacher"), conflict(Feature.PRECOMPUTE, Feature.MOVING_AVERAGE)
     if section.self and not values.teacher.prompt and hasattr(values, "loss_type") and not values.reward:
         problem = "self: with its own prompt the student has nothing to learn from itself. Set prompt"
         yield ("teacher.prompt", "teacher"), problem
@@ -239,9 +204,6 @@ def opd(values: Any) -> Iterator[Problem]:
     """OPD's losses, and tokens left for its prompts."""
     yield from one_of("loss_type", values.loss_type, (POLICY_GRADIENT, *DIVERGENCES))
     yield from _of_divergence("loss_type", values)
-    if values.lmbda < 1 and values.loss_type == POLICY_GRADIENT:
-        problem = "lmbda below 1 needs a loss_type over the whole vocabulary: policy_gradient is biased on data"
-        yield ("lmbda", "loss_type"), problem
     if values.neftune_noise_alpha:
         yield ("neftune_noise_alpha",), "neftune_noise_alpha: rollouts are drawn without it and would be scored with it"
     longest, rollout = values.max_length, values.max_completion_length
@@ -256,7 +218,10 @@ def opd_tokens(values: Any) -> Iterator[Problem]:
     """Yield what excludes which tokens OPD trains, how much of the teacher, and the weights of tokens."""
     yield from _of_train_max_tokens(values)
     yield from _of_top_k(values)
-    yield from _of_token_weights(values) if values.token_weights is not None else ()
+    weights = values.token_weights
+    if weights is not None and weights.requires_advantage and values.loss_type != POLICY_GRADIENT:
+        problem = f"token_weights: {weights.kind} requires loss_type policy_gradient. Set that, or choose another"
+        yield ("token_weights", "loss_type"), problem
 
 
 def _of_train_max_tokens(values: Any) -> Iterator[Problem]:
@@ -278,32 +243,9 @@ def _of_top_k(values: Any) -> Iterator[Problem]:
     yield from one_of("teacher.top_k_remainder", options.top_k_remainder, ("residual", "tail"))
     if options.top_k is None and options.top_k_remainder != "tail":
         yield keys, "teacher.top_k_remainder requires teacher.top_k: set that, or remove top_k_remainder"
-    elif options.top_k is not None and values.loss_type == POLICY_GRADIENT:
-        problem = "teacher.top_k cannot be combined with loss_type policy_gradient, which compares the sampled token"
-        yield ("teacher.top_k", "teacher", "loss_type"), f"{problem}. Remove one of the two"
-    elif options.top_k_remainder == "residual":
-        if values.loss_type != "reverse_kl":
-            problem = f"top_k_remainder: residual is only valid with loss_type reverse_kl, not {values.loss_type}"
-            yield (*keys, "loss_type"), f"teacher.{problem}. Set tail"
-        problem = "teacher.top_k_remainder: residual requires tokens that the current policy sampled. Set tail"
-        if values.rollouts.kind != "on_policy":
-            yield (*keys, "rollouts"), f"{problem}, or rollouts: on_policy"
-        if values.lmbda != 1:
-            yield (*keys, "lmbda"), f"{problem}, or lmbda: 1"
-        if getattr(values.sampler, "prefetch", False):
-            yield (*keys, "sampler.prefetch", "sampler"), f"{problem}, or remove sampler.prefetch"
-
-
-def _of_token_weights(values: Any) -> Iterator[Problem]:
-    weights = values.token_weights
-    if not weights.requires_advantage:
-        return
-    if values.loss_type != POLICY_GRADIENT:
-        problem = f"token_weights: {weights.kind} requires loss_type policy_gradient. Set that, or choose another"
-        yield ("token_weights", "loss_type"), problem
-    elif values.reward:
-        problem = f"token_weights: {weights.kind} is of the advantage of a token alone, to which reward adds"
-        yield ("token_weights", "reward"), f"{problem}. Remove one of the two"
+    elif options.top_k_remainder == "residual" and values.loss_type != "reverse_kl":
+        problem = f"top_k_remainder: residual is only valid with loss_type reverse_kl, not {values.loss_type}"
+        yield (*keys, "loss_type"), f"teacher.{problem}. Set tail"
 
 
 def opd_reward(values: Any) -> Iterator[Problem]:
@@ -315,30 +257,3 @@ def opd_reward(values: Any) -> Iterator[Problem]:
     if values.num_generations < 2:
         problem = "reward: rollouts of a prompt are compared with each other: set num_generations to 2 or more"
         yield ("reward", "num_generations"), problem
-
-
-def opd_rollouts(values: Any) -> Iterator[Problem]:
-    """Yield what OPD's rollouts and their sampler exclude."""
-    yield from sampler_problems(values)
-    kind = values.rollouts.kind
-    on_policy = isinstance(values.rollouts, OnPolicyRollouts)
-    if not on_policy and values.lmbda == 0:
-        yield ("rollouts", "lmbda"), f"lmbda: 0 samples no rollouts. Remove rollouts: {kind}, or raise lmbda"
-    if not on_policy and values.loss_type == POLICY_GRADIENT:
-        problem = f"policy_gradient is biased on rollouts: {kind}. Set on_policy, or a loss over the vocabulary"
-        yield ("rollouts", "loss_type"), problem
-    if values.teacher.precompute:
-        yield from _of_precompute(values)
-    if getattr(values.sampler, "prefetch", False) and not on_policy:
-        problem = f"sampler.prefetch samples on-policy rollouts, and rollouts is {kind}. Remove one of the two"
-        yield ("sampler.prefetch", "sampler", "rollouts"), problem
-
-
-def _of_precompute(values: Any) -> Iterator[Problem]:
-    keys = "teacher.precompute", "teacher"
-    if not isinstance(values.rollouts, FrozenRollouts):
-        problem = "teacher.precompute scores rollouts once, and only those of rollouts: frozen stay the same"
-        yield (*keys, "rollouts"), f"{problem}. Set that, or remove precompute"
-    if values.lmbda < 1:
-        problem = "teacher.precompute scores rollouts, and lmbda below 1 trains on completions of the data too"
-        yield (*keys, "lmbda"), f"{problem}. Set lmbda: 1"

@@ -14,8 +14,10 @@ import datasets
 from torch import nn
 
 from ..batching.micro_batch import MicroBatch
+from ..capabilities import Feature, conflict
 from ..data.packing import pack
 from ..errors import InputError
+from ..options import option
 from ..scoring.head import LogProb
 from ..scoring.layouts import Branch, Example
 from ..trainer.base import PostTrainer
@@ -28,13 +30,18 @@ from . import METHODS
 class SupervisedOptions:
     """What is trained of the data's rows, in SFT and KD."""
 
-    completion_only_loss: bool | None = None
-    """Train only the completion of prompt + completion rows; None: yes for such rows. False trains the prompt too."""
-    train_on: str | None = None
-    """Which turns of conversations are trained: all, assistant (each of the assistant's), or last (the last of them);
-    None: as assistant_only_loss says. A turn with weight: 0 is never trained."""
-    assistant_only_loss: bool = False
-    """Of `messages`, train only what assistants wrote, each turn with its end token."""
+    completion_only_loss: bool | None = option(
+        None,
+        "Train only the completion of prompt + completion rows; None: yes for such rows. False trains the prompt too.",
+    )
+    train_on: str | None = option(
+        None,
+        "Which turns of conversations are trained: all, assistant (each of the assistant's), or last (the last of "
+        "them); None: as assistant_only_loss says. A turn with weight: 0 is never trained.",
+    )
+    assistant_only_loss: bool = option(
+        False, "Of `messages`, train only what assistants wrote, each turn with its end token."
+    )
 
 
 @dataclass
@@ -42,13 +49,13 @@ class SFTConfig(SupervisedOptions, PostTrainConfig):
     """Options of SFT; every other field of TrainingArguments and PostTrainConfig works as well."""
 
     method: ClassVar = METHODS["sft"]
-    learning_rate: float = 2e-5
-    """Peak learning rate of AdamW."""
-    packing: bool = False
-    """Fill rows of max_length with whole examples, best-fit decreasing, each still its own document."""
+    learning_rate: float = option(2e-5, "Peak learning rate of AdamW.")
+    packing: bool = option(
+        False, "Fill rows of max_length with whole examples, best-fit decreasing, each still its own document."
+    )
 
 
-def supervised_examples(row: dict) -> list[Example]:
+def supervised_examples(row: dict[str, Any]) -> list[Example]:
     """A row of prompt_ids, completion_ids and completion_mask -> its example; a packed row, of lists of them -> all."""
     packed = bool(row["completion_ids"]) and isinstance(row["completion_ids"][0], list)
     rows = [row]
@@ -58,13 +65,13 @@ def supervised_examples(row: dict) -> list[Example]:
     return [Example(one["prompt_ids"], [Branch(one["completion_ids"], one.get("completion_mask"))]) for one in rows]
 
 
-def formatted(rows: Any, function: Callable[[dict], str], column: str) -> Any:
+def formatted(rows: Any, function: Callable[[dict[str, Any]], str], column: str) -> Any:
     """Return rows of one column, with the text that a function makes of each row; a dict of data sets one by one.
 
     Raises InputError for a function that returns anything but a text.
     """
 
-    def text_of(row: dict) -> dict[str, str]:
+    def text_of(row: dict[str, Any]) -> dict[str, str]:
         text = function(row)
         if not isinstance(text, str):
             raise InputError(f"formatting_func must return a text for each row, not a {type(text).__name__}")
@@ -89,7 +96,7 @@ class SFTTrainer(PostTrainer):
     config_class = SFTConfig
     examples = staticmethod(supervised_examples)
 
-    def __init__(self, *args: Any, formatting_func: Callable[[dict], str] | None = None, **kwargs: Any):
+    def __init__(self, *args: Any, formatting_func: Callable[[dict[str, Any]], str] | None = None, **kwargs: Any):
         if formatting_func is not None:
             config = kwargs.get("args", args[1] if len(args) > 1 else None)
             column = getattr(config, "dataset_text_field", "text")
@@ -104,7 +111,7 @@ class SFTTrainer(PostTrainer):
         """Tokenised rows; training rows packed where `packing` says so. Raises InputError for a stream to be packed."""
         packing = args.packing and name.startswith("train")
         if packing and not isinstance(rows, datasets.Dataset):
-            raise InputError(f"{name}: packing needs a data set of known length, not a stream: set packing: false")
+            raise InputError(f"{name}: {conflict(Feature.PACKING, Feature.STREAM)}")
         rows = super().prepare_rows(rows, tokenizer, args, name)
         return pack(rows, args.max_length, name) if packing else rows
 

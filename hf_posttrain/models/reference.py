@@ -13,6 +13,7 @@ import peft
 from torch import Tensor, nn
 
 from ..batching.micro_batch import MicroBatch
+from ..capabilities import Feature
 from ..data.lengths import planned_passes
 from ..engines import engine, launch, sharded
 from ..errors import InputError
@@ -104,7 +105,7 @@ def _score_beforehand(trainer: Any, reference: Reference) -> None:
     def score(batch: MicroBatch) -> list[dict[str, Any]]:
         return [{"ref_logps": logps} for logps in reference.logps(trainer.model, batch).float().tolist()]
 
-    score_cache.add_scores(trainer, "precompute_ref_log_probs", "reference", key, size, score)
+    score_cache.add_scores(trainer, Feature.REFERENCE_CACHE, "reference", key, size, score)
 
 
 class AdapterCopy:

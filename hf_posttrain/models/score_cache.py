@@ -20,9 +20,10 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from ..batching.micro_batch import MicroBatch
+from ..capabilities import Feature, conflict
 from ..data.images import versions
-from ..data.lengths import no_stream
 from ..engines import sharded
+from ..errors import InputError
 from ..scoring import forward
 from . import adapters
 
@@ -32,7 +33,7 @@ _NOT_COMPUTED = ("_name_or_path", "architectures", "transformers_version", "use_
 
 def add_scores(
     trainer: Any,
-    option: str,
+    option: Feature,
     what: str,
     key: list[Any],
     size: int,
@@ -51,7 +52,7 @@ def add_scores(
         if isinstance(rows, dict):
             return {each: scored(part, f"{name} {each}") for each, part in rows.items()}
         if not isinstance(rows, datasets.Dataset):
-            raise no_stream(option)
+            raise InputError(conflict(option, Feature.STREAM))
         # the key of one data set: the model, its rows, and the rest
         title = f"Scores of {name} by the {what}"
         whole = [key[0], rows_key(rows, trainer), *key[1:], layout_key(trainer)]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import InputError, nearest_path
+from ..options import option
 
 ADAPTER = "adapter_config.json"
 """What a folder with an adapter has."""
@@ -16,46 +17,58 @@ ADAPTER = "adapter_config.json"
 class ModelSection:
     """A model: where it comes from and how it is loaded (`model` and `teacher`)."""
 
-    name_or_path: str
-    """Hub name or folder."""
-    from_scratch: bool = False
-    """Random weights from the folder's config.json instead of saved ones; the tokenizer is in the same folder."""
-    dtype: Literal["default", "auto", "float32", "bfloat16", "float16"] = "default"
-    """`default`: float32 if all weights are trained; a LoRA base or frozen model bfloat16 on GPU, float32 on CPU."""
-    images: bool = False
-    """Load it with its tower and its processor, for rows with pictures."""
-    attn_implementation: str = "auto"
-    """`auto` leaves the choice to transformers; otherwise eager, sdpa, flex_attention, flash_attention_2, ..."""
-    quantization: Literal["none", "4bit", "8bit"] = "none"
-    """Weights quantised by bitsandbytes: for a LoRA base or a teacher."""
-    trust_remote_code: bool = False
-    """Run Python code that comes with the model, and read weights that are not safetensors."""
-    adapter: str | None = None
-    """Continue from this saved PEFT adapter (folder or hub name)."""
-    lora: dict[str, Any] | None = None
-    """Train a new LoRA adapter: r, alpha, dropout, target_modules (all-linear) and every other LoraConfig field."""
-    chat_template: str | None = None
-    """A file with a Jinja chat template, for a tokenizer that has none or the wrong one; none for a teacher."""
-    offload: bool = False
-    """Keep the model on CPU between uses: for a teacher."""
+    name_or_path: str = option(help="Hub name or folder.")
+    from_scratch: bool = option(
+        False,
+        "Random weights from the folder's config.json instead of saved ones; the tokenizer is in the same folder.",
+    )
+    dtype: Literal["default", "auto", "float32", "bfloat16", "float16"] = option(
+        "default",
+        "`default`: float32 if all weights are trained; a LoRA base or frozen model bfloat16 on GPU, float32 on CPU.",
+    )
+    images: bool = option(False, "Load it with its tower and its processor, for rows with pictures.")
+    attn_implementation: str = option(
+        "auto",
+        "`auto` leaves the choice to transformers; otherwise eager, sdpa, flex_attention, flash_attention_2, ...",
+    )
+    quantization: Literal["none", "4bit", "8bit"] = option(
+        "none", "Weights quantised by bitsandbytes: for a LoRA base or a teacher."
+    )
+    trust_remote_code: bool = option(
+        False, "Run Python code that comes with the model, and read weights that are not safetensors."
+    )
+    adapter: str | None = option(None, "Continue from this saved PEFT adapter (folder or hub name).")
+    lora: dict[str, Any] | None = option(
+        None,
+        "Train a new LoRA adapter: r, alpha, dropout, target_modules (all-linear) and every other LoraConfig field.",
+    )
+    chat_template: str | None = option(
+        None, "A file with a Jinja chat template, for a tokenizer that has none or the wrong one; none for a teacher."
+    )
+    offload: bool = option(False, "Keep the model on CPU between uses: for a teacher.")
 
 
 @dataclass
 class TeacherSection(ModelSection):
     """A teacher: a model, the student's own past, or a server; for `teacher_model` too."""
 
-    name_or_path: str = ""
-    """Hub name or folder; of a server's model, for its tokenizer; none where the teacher is the student itself."""
-    url: str | None = None
-    """A server of vLLM's that scores, such as http://localhost:8000; what it needs is in docs/teachers.md."""
-    prompt: str | None = None
-    """What the teacher reads in place of the prompt: a Jinja template over the row's columns, `prompt` among them."""
-    self: Literal["start", "ema"] | None = None
-    """The student as its own teacher: as training starts, or the moving average of its weights."""
-    ema: float = 0.99
-    """Of self: ema, the share of the average that stays at each step."""
-    own_tokenizer: bool = False
-    """The teacher has other tokens than the student: texts are aligned, docs/teachers.md."""
+    name_or_path: str = option(
+        "", "Hub name or folder; of a server's model, for its tokenizer; none where the teacher is the student itself."
+    )
+    url: str | None = option(
+        None, "A server of vLLM's that scores, such as http://localhost:8000; what it needs is in docs/teachers.md."
+    )
+    prompt: str | None = option(
+        None,
+        "What the teacher reads in place of the prompt: a Jinja template over the row's columns, `prompt` among them.",
+    )
+    self: Literal["start", "ema"] | None = option(
+        None, "The student as its own teacher: as training starts, or the moving average of its weights."
+    )
+    ema: float = option(0.99, "Of self: ema, the share of the average that stays at each step.")
+    own_tokenizer: bool = option(
+        False, "The teacher has other tokens than the student: texts are aligned, docs/teachers.md."
+    )
 
 
 def has_tokenizer(folder: Path) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from ..errors import InputError, LaunchError
+from ..errors import InputError, LaunchError, error_context
 from ..methods import METHODS
 from ..models.section import ModelSection
 from ..rollouts.options import SAMPLERS
@@ -54,6 +54,7 @@ def load_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
     given = with_teacher_options(recipe, given)
     values = SimpleNamespace(**{name: field.default for name, field in fields().items()} | given)
     refuse(recipe, rules.with_train(recipe, values))
+    recipe.checked = with_teacher_options(recipe, dict(recipe.train))
     return recipe
 
 
@@ -134,7 +135,8 @@ def _with_new_names(tree: dict[Any, Any], places: dict[str, Any]) -> dict[Any, A
     for section, (groups, known) in sections.items():
         if not isinstance(tree.get(section), dict):
             continue
-        values, renamed = with_new_names(tree[section], groups, known)
+        with error_context(places[""]):
+            values, renamed = with_new_names(tree[section], groups, known)
         tree = tree | {section: values}
         for old, new in renamed.items():
             place = places.get(f"{section}.{old}")
@@ -158,7 +160,10 @@ def train_config(recipe: Recipe, config_class: Any) -> Any:
     values = build(fields_of(config_class), recipe.train, "train", recipe.where, partial(_advise, recipe.method))
     values = with_teacher_options(recipe, values)
     try:
-        return config_class(**values)
+        # its rules are run once, by `load_recipe`, unless the section has changed since
+        unchanged = recipe.checked == with_teacher_options(recipe, dict(recipe.train))
+        is_checked = unchanged and hasattr(config_class, "of_checked")
+        return config_class.of_checked(**values) if is_checked else config_class(**values)
     except LaunchError:
         raise
     except (ValueError, TypeError, ImportError, OSError, ArithmeticError) as error:

@@ -13,6 +13,7 @@ import yaml
 from huggingface_hub import constants as hub
 from jinja2 import TemplateSyntaxError
 
+from ..capabilities import Feature, conflict, conflicts, option_features
 from ..data.files import or_unreadable, source_problem, with_home
 from ..data.suggest import misspelt
 from ..data.template import parsed
@@ -20,9 +21,8 @@ from ..errors import nearest_path
 from ..methods import METHODS
 from ..methods.rules import REFERENCE_FREE, section_problems, teacher_problems
 from ..models.section import has_tokenizer, is_local
-from ..rollouts.options import uses_vllm
 from ..rounds.judges.section import MODELS
-from ..rounds.section import RoundsSection, rounds_problems
+from ..rounds.section import RoundsSection, rounds_features, rounds_problems
 from ..teachers.options import TEACHER
 from ..trainer.limits import BELOW_ONE, COUNT, Limit, Problem
 from ..trainer.option_group import with_groups
@@ -128,17 +128,14 @@ def with_train(recipe: Recipe, values: Any) -> Iterator[Problem]:
     if values.merge_lora and (problem := merge_problem(has_adapter, quantised)):
         keys = ("train.merge_lora", "model.quantization") if has_adapter else ("train.merge_lora",)
         yield keys, f"train.{problem}"
-    sampled_by = {"train": values, "rounds": recipe.rounds}
-    for key in (key for key, options in sampled_by.items() if quantised and uses_vllm(options)):
-        problem = f"{key}.sampler: vLLM takes no quantised student. Remove it, or model.quantization"
-        yield (f"{key}.sampler", "model.quantization"), problem
-    if recipe.model.images:
-        yield from _of_pictures(recipe, values)
+    yield from conflicts(recipe_features(recipe, values))
+    for key, section in recipe.taught_by() if recipe.model.images else ():
+        if not (section.images or section.url or section.self):
+            problem = f"{key}.images must be true, since the student reads images"
+            yield (f"{key}.images", "model.images"), problem
     if recipe.rounds:
         yield from _of_training_in_rounds(recipe.rounds, values)
     for name, source in recipe.sources():
-        if source.streaming and recipe.rounds:
-            yield (f"{name}.streaming", "rounds"), f"{name}.streaming: rounds need prompts of known length: drop it"
         if name.startswith("data.train") and source.streaming and values.max_steps <= 0:
             problem = "true needs train.max_steps, since the length of a stream is not known"
             yield (f"{name}.streaming",), f"{name}.streaming: {problem}"
@@ -149,7 +146,7 @@ def with_train(recipe: Recipe, values: Any) -> Iterator[Problem]:
             yield (f"train.{name}",), f"train.{name}: {problem}: leave it out"
     given = TEACHER.as_mapping(recipe.train.get("teacher")) or {}
     for name in ("prompt", "tokenizer", "names"):
-        if name in given:
+        if given.get(name) is not None:
             problem = "a recipe has prompt and own_tokenizer in the section teacher, and names in teachers"
             yield (f"train.teacher.{name}", "train.teacher"), f"train.teacher.{name}: {problem}"
     for key, section in recipe.taught_by():
@@ -209,8 +206,7 @@ def _of_rounds(recipe: Recipe) -> Iterator[Problem]:
     """What makes no sense in the section of rounds, or for its method."""
     method, rounds = METHODS[recipe.method], recipe.rounds
     if method.second == "teacher":
-        problem = f"method {method.name} learns from a teacher, not from judged answers: drop the section"
-        yield ("rounds", "method"), f"rounds: {problem}"
+        yield ("rounds", "method"), conflict(Feature.ROUNDS, Feature.TEACHER)
     yield from _below("rounds", rounds_problems(rounds, method.rows))  # type: ignore[arg-type]
 
 
@@ -223,30 +219,28 @@ def _of_training_in_rounds(rounds: RoundsSection, values: Any) -> Iterator[Probl
     if values.max_length is not None and values.max_length <= longest:
         problem = f"{values.max_length} leaves no prompt next to rounds.max_completion_length: {longest}"
         yield ("train.max_length", "rounds.max_completion_length"), f"train.max_length: {problem}"
-    if getattr(values, "precompute_ref_log_probs", None):
-        problem = "a round's rows are not known beforehand: drop it"
-        yield ("train.precompute_ref_log_probs", "rounds"), f"train.precompute_ref_log_probs: {problem}"
 
 
-def _of_pictures(recipe: Recipe, values: Any) -> Iterator[Problem]:
-    """What shows pictures to nobody yet, or to a model without a tower."""
-    for name, options in (("train", values), ("rounds", recipe.rounds)):
-        if uses_vllm(options):
-            yield (f"{name}.sampler", "model.images"), f"{name}.sampler: vLLM does not support images yet"
-    if getattr(getattr(values, "rollouts", None), "kind", "") == "replay":
-        yield ("train.rollouts", "model.images"), "train.rollouts: replay does not support images yet"
-    if recipe.rounds and recipe.rounds.judge.by not in ("exact_match", "function"):
-        problem = f"{recipe.rounds.judge.by} is shown no pictures yet: judge by a function"
-        yield ("rounds.judge", "model.images"), f"rounds.judge: {problem}"
+def recipe_features(recipe: Recipe, values: Any) -> dict[Feature, str]:
+    """Return the features of a recipe, each with its key. values: of the train section, with groups built."""
+    features = {feature: f"train.{option}" for feature, option in option_features(values).items()}
+    if Feature.TEACHER in features:
+        features[Feature.TEACHER] = "method"
+    if recipe.rounds:
+        features |= rounds_features(recipe.rounds)
+    if recipe.model.images:
+        features[Feature.IMAGES] = "model.images"
+    if recipe.model.quantization != "none":
+        features[Feature.QUANTIZED] = "model.quantization"
     for key, section in recipe.taught_by():
-        for name in ("url", "prompt", "own_tokenizer"):
-            if getattr(section, name):
-                problem = "such a teacher is shown no pictures yet: drop it"
-                yield (f"{key}.{name}", "model.images"), f"{key}.{name}: {problem}"
-        if not (section.images or section.url or section.self):
-            yield (f"{key}.images", "model.images"), f"{key}.images: true is wanted: the student sees pictures"
-    if recipe.teachers:
-        yield ("teachers", "model.images"), "teachers: several are shown no pictures yet: give one teacher"
+        if section.url:
+            features[Feature.SERVED] = f"{key}.url"
+        if section.self == "ema":
+            features[Feature.MOVING_AVERAGE] = f"{key}.self"
+    for key, source in recipe.sources():
+        if source.streaming and (recipe.rounds or key.startswith("data.train")):
+            features[Feature.STREAM] = f"{key}.streaming"
+    return features
 
 
 def _below(section: str, problems: Iterable[Problem]) -> Iterator[Problem]:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from ..data.kinds import PROMPTS
 from ..methods import METHODS
 from ..models.section import ModelSection, TeacherSection
+from ..options import option
 from ..rounds.section import RoundsSection
 from ..trainer.method import Method
 from .yaml_tree import place_of, write_tree
@@ -21,30 +22,27 @@ _NAMES: Any = Literal[tuple(METHODS)]
 class Source:
     """Rows from one place."""
 
-    path: str
-    """A .jsonl, .json, .csv or .parquet file, a folder (of files or saved to disk) or a hub name."""
-    name: str | None = None
-    """The hub data set's configuration."""
-    split: str = "train"
-    """Split of a hub data set or saved DatasetDict; slices as `train[:90%]` are allowed."""
-    columns: dict[str, str] | None = None
-    """Our column: the data set's column, such as {prompt: question, completion: answer}."""
-    limit: int | None = None
-    """Take the first so many rows."""
-    weight: float = 1.0
-    """How many times its rows count (0.5: half of them, drawn at random); the share of a stream."""
-    streaming: bool = False
-    """Read rows as training goes; never all of them at once."""
+    path: str = option(
+        help="A .jsonl, .json, .csv or .parquet file, a folder (of files or saved to disk) or a hub name."
+    )
+    name: str | None = option(None, "The hub data set's configuration.")
+    split: str = option("train", "Split of a hub data set or saved DatasetDict; slices as `train[:90%]` are allowed.")
+    columns: dict[str, str] | None = option(
+        None, "Our column: the data set's column, such as {prompt: question, completion: answer}."
+    )
+    limit: int | None = option(None, "Take the first so many rows.")
+    weight: float = option(
+        1.0, "How many times its rows count (0.5: half of them, drawn at random); the share of a stream."
+    )
+    streaming: bool = option(False, "Read rows as training goes; never all of them at once.")
 
 
 @dataclass
 class DataSection:
     """What is trained and evaluated on; the sources of a list are mixed by weight."""
 
-    train: Source | list[Source]
-    """Training rows."""
-    eval: Source | list[Source] | None = None
-    """Evaluation rows."""
+    train: Source | list[Source] = option(help="Training rows.")
+    eval: Source | list[Source] | None = option(None, "Evaluation rows.")
 
     def given(self) -> Iterator[tuple[str, Source | list[Source]]]:
         """("train", sources) and, if there are any, ("eval", sources)."""
@@ -57,24 +55,24 @@ class DataSection:
 class Recipe:
     """A whole run."""
 
-    method: _NAMES
-    """The training method."""
-    model: ModelSection
-    """The policy or student."""
-    data: DataSection
-    """Training and evaluation rows."""
-    teacher: TeacherSection | None = None
-    """The teacher, for methods with one."""
-    teachers: dict[str, TeacherSection] | None = None
-    """Several teachers by name, in the place of one: a row's column `teacher` says which is its own."""
-    rounds: RoundsSection | None = None
-    """Train on the model's own judged answers, in rounds; the data hold prompts."""
-    train: dict[str, Any] = field(default_factory=dict)
-    """Arguments of the method's Config, as given."""
+    method: _NAMES = option(help="The training method.")
+    model: ModelSection = option(help="The policy or student.")
+    data: DataSection = option(help="Training and evaluation rows.")
+    teacher: TeacherSection | None = option(None, "The teacher, for methods with one.")
+    teachers: dict[str, TeacherSection] | None = option(
+        None, "Several teachers by name, in the place of one: a row's column `teacher` says which is its own."
+    )
+    rounds: RoundsSection | None = option(
+        None, "Train on the model's own judged answers, in rounds; the data hold prompts."
+    )
+    train: dict[str, Any] = option(help="Arguments of the method's Config, as given.", default_factory=dict)
+    # not keys of a recipe
     path: Path = field(default=Path("recipe"), metadata={"hidden": True})
-    """The file it was read from."""
+    """File that it was read from."""
     places: dict[str, str] = field(default_factory=dict, repr=False, compare=False, metadata={"hidden": True})
-    """Where each dotted key stands: file:line or "command line"."""
+    """Place of each dotted key: file:line or "command line"."""
+    checked: dict[str, Any] | None = field(default=None, repr=False, compare=False, metadata={"hidden": True})
+    """The train section as the rules of its method have checked it."""
 
     def where(self, key: str) -> str:
         """The place of a dotted key, or of the nearest key above it."""
@@ -107,6 +105,8 @@ class Recipe:
     def to_dict(self) -> dict[str, Any]:
         """The recipe as resolved: every key of every section; `train` holds the given ones, without secrets."""
         tree = dataclasses.asdict(self)
+        if self.rounds:
+            tree["rounds"]["sampler"] = self.rounds.sampler.to_dict()
         tree["train"] = {name: value for name, value in tree["train"].items() if not name.endswith("_token")}
         names = ("method", "model", "teacher", *(["teachers"] if self.teachers else []), "data",
                  *(["rounds"] if self.rounds else []), "train")  # fmt: skip

@@ -13,7 +13,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ import yaml
 from transformers import BitsAndBytesConfig, HfArgumentParser
 
 from ..errors import InputError, nearest
+from ..options import option
 
 logger = logging.getLogger(__name__)
 
@@ -32,62 +33,51 @@ logger = logging.getLogger(__name__)
 class ScriptArguments:
     """Options for the dataset of a script."""
 
-    dataset_name: str | None = None
-    """Name or folder of the dataset."""
-    dataset_config: str | None = None
-    """Configuration of the dataset, the `name` of `datasets.load_dataset`."""
-    dataset_train_split: str = "train"
-    """Split to train on."""
-    dataset_test_split: str = "test"
-    """Split to evaluate on."""
-    dataset_streaming: bool = False
-    """Read the dataset as a stream."""
-    ignore_bias_buffers: bool = False
-    """Leave boolean buffers out of DDP's synchronization; the script does this itself."""
+    dataset_name: str | None = option(None, "Name or folder of the dataset.")
+    dataset_config: str | None = option(None, "Configuration of the dataset, the `name` of `datasets.load_dataset`.")
+    dataset_train_split: str = option("train", "Split to train on.")
+    dataset_test_split: str = option("test", "Split to evaluate on.")
+    dataset_streaming: bool = option(False, "Read the dataset as a stream.")
+    ignore_bias_buffers: bool = option(
+        False, "Leave boolean buffers out of DDP's synchronization; the script does this itself."
+    )
 
 
 @dataclass
 class ModelConfig:
     """Options for the model of a script, its LoRA adapter and its quantization."""
 
-    model_name_or_path: str | None = None
-    """Hub name or folder of the model."""
-    model_revision: str = "main"
-    """Branch, tag or commit on the hub. Trainers load `main` only; download any other revision."""
-    dtype: str | None = field(default="float32", metadata={"choices": ["auto", "bfloat16", "float16", "float32"]})
-    """Data type of the weights; `auto` is the one that they were saved in."""
-    attn_implementation: str | None = None
-    """Implementation of attention; by default transformers chooses it."""
-    use_peft: bool = False
-    """Train a LoRA adapter. The options that begin with `lora_` are only read with this."""
-    lora_r: int = 16
-    """Rank of the adapter."""
-    lora_alpha: int = 32
-    """Scale of the adapter: its product is multiplied by lora_alpha / lora_r."""
-    lora_dropout: float = 0.05
-    """Dropout of the adapter's input. Trainers with `disable_dropout` set it to 0."""
-    lora_target_modules: list[str] | None = None
-    """Layers that get an adapter, or `all-linear`; by default PEFT chooses them by architecture."""
-    lora_target_parameters: list[str] | None = None
-    """Parameters that get an adapter, such as fused experts."""
-    lora_modules_to_save: list[str] | None = None
-    """Layers that are trained whole and saved with the adapter."""
-    lora_task_type: str = field(default="CAUSAL_LM", metadata={"choices": ["CAUSAL_LM"]})
-    """Task of the adapter; only causal language modeling is trained here."""
-    use_rslora: bool = False
-    """Divide the scale of the adapter by the square root of its rank, instead of by the rank."""
-    use_dora: bool = False
-    """Train the magnitude of each weight separately from its direction (DoRA)."""
-    load_in_8bit: bool = False
-    """Quantize the base to 8 bits with bitsandbytes."""
-    load_in_4bit: bool = False
-    """Quantize the base to 4 bits with bitsandbytes."""
-    bnb_4bit_quant_type: str = field(default="nf4", metadata={"choices": ["fp4", "nf4"]})
-    """Data type of 4-bit weights."""
-    use_bnb_nested_quant: bool = False
-    """Quantize the constants of the quantization as well."""
-    bnb_4bit_quant_storage: str | None = None
-    """Data type that 4-bit weights are stored in."""
+    model_name_or_path: str | None = option(None, "Hub name or folder of the model.")
+    model_revision: str = option(
+        "main", "Branch, tag or commit on the hub. Trainers load `main` only; download any other revision."
+    )
+    dtype: str | None = option(
+        "float32",
+        "Data type of the weights; `auto` is the one that they were saved in.",
+        choices=["auto", "bfloat16", "float16", "float32"],
+    )
+    attn_implementation: str | None = option(None, "Implementation of attention; by default transformers chooses it.")
+    use_peft: bool = option(False, "Train a LoRA adapter. The options that begin with `lora_` are only read with this.")
+    lora_r: int = option(16, "Rank of the adapter.")
+    lora_alpha: int = option(32, "Scale of the adapter: its product is multiplied by lora_alpha / lora_r.")
+    lora_dropout: float = option(0.05, "Dropout of the adapter's input. Trainers with `disable_dropout` set it to 0.")
+    lora_target_modules: list[str] | None = option(
+        None, "Layers that get an adapter, or `all-linear`; by default PEFT chooses them by architecture."
+    )
+    lora_target_parameters: list[str] | None = option(None, "Parameters that get an adapter, such as fused experts.")
+    lora_modules_to_save: list[str] | None = option(None, "Layers that are trained whole and saved with the adapter.")
+    lora_task_type: str = option(
+        "CAUSAL_LM", "Task of the adapter; only causal language modeling is trained here.", choices=["CAUSAL_LM"]
+    )
+    use_rslora: bool = option(
+        False, "Divide the scale of the adapter by the square root of its rank, instead of by the rank."
+    )
+    use_dora: bool = option(False, "Train the magnitude of each weight separately from its direction (DoRA).")
+    load_in_8bit: bool = option(False, "Quantize the base to 8 bits with bitsandbytes.")
+    load_in_4bit: bool = option(False, "Quantize the base to 4 bits with bitsandbytes.")
+    bnb_4bit_quant_type: str = option("nf4", "Data type of 4-bit weights.", choices=["fp4", "nf4"])
+    use_bnb_nested_quant: bool = option(False, "Quantize the constants of the quantization as well.")
+    bnb_4bit_quant_storage: str | None = option(None, "Data type that 4-bit weights are stored in.")
 
     def __post_init__(self) -> None:
         if self.load_in_8bit and self.load_in_4bit:
@@ -100,33 +90,30 @@ class ModelConfig:
 class DatasetConfig:
     """One dataset of a mixture: arguments of `datasets.load_dataset`, and which columns to keep."""
 
-    path: str
-    """Name or folder of the dataset."""
-    name: str | None = None
-    """Configuration of the dataset."""
-    data_dir: str | None = None
-    """Folder within the dataset."""
-    data_files: Any = None
-    """File or files within the dataset."""
-    split: str = "train"
-    """Split to read."""
-    columns: list[str] | None = None
-    """Columns to keep; by default all."""
-    fraction: float | None = None
-    """Share of this dataset in the mixture, relative to the others': the first rows are kept, of no dataset more than
-    it has. Either all datasets of a mixture have one or none."""
+    path: str = option(help="Name or folder of the dataset.")
+    name: str | None = option(None, "Configuration of the dataset.")
+    data_dir: str | None = option(None, "Folder within the dataset.")
+    data_files: Any = option(None, "File or files within the dataset.")
+    split: str = option("train", "Split to read.")
+    columns: list[str] | None = option(None, "Columns to keep; by default all.")
+    fraction: float | None = option(
+        None,
+        "Share of this dataset in the mixture, relative to the others': the first rows are kept, of no dataset more "
+        "than it has. Either all datasets of a mixture have one or none.",
+    )
 
 
 @dataclass
 class DatasetMixtureConfig:
     """Datasets that are concatenated; written in the file that `--config` names."""
 
-    datasets: list[DatasetConfig] = field(default_factory=list)
-    """The datasets of the mixture, as mappings with the fields of `DatasetConfig`."""
-    streaming: bool = False
-    """Read every dataset as a stream."""
-    test_split_size: float | None = None
-    """Share of the mixture that becomes its `test` split; by default there is no such split."""
+    datasets: list[DatasetConfig] = option(
+        help="The datasets of the mixture, as mappings with the fields of `DatasetConfig`.", default_factory=list
+    )
+    streaming: bool = option(False, "Read every dataset as a stream.")
+    test_split_size: float | None = option(
+        None, "Share of the mixture that becomes its `test` split; by default there is no such split."
+    )
 
     def __post_init__(self) -> None:
         self.datasets = [_dataset_config(given) for given in self.datasets]

@@ -11,5 +11,5 @@
     replay             rollouts of the last optimizer steps
     frozen             rollouts that are sampled once
     reward             a grade of each rollout
-    factory            builds the sampler that the options name
+    options            options of sources, samplers, rewards and token weights, with the classes that they name
 """

@@ -1,11 +1,15 @@
-"""The micro-batch of OPD."""
+"""The micro-batch of OPD, and its collator."""
 
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from ..batching.micro_batch import Deferred
-from ..teachers.inputs import DistillationBatch
+from ..batching.micro_batch import Deferred, MicroBatch
+from ..scoring.layouts import IGNORE
+from ..teachers.inputs import DistillationBatch, DistillationCollator
 
 
 @dataclass
@@ -20,3 +24,15 @@ class RolloutBatch(DistillationBatch):
     importance_logps: Tensor | None = None  # [N], `sampler_logps` where importance weights are due, NaN elsewhere
     reward_advantage: Tensor | None = None  # [N], what a reward adds to the advantage of a token
     token_weights: Tensor | None = None  # [N], of `token_weights`
+
+
+class PromptCollator(DistillationCollator):
+    """Keeps the prepared rows of prompts until `RolloutBuilder` has sampled their rollouts."""
+
+    batch_class = RolloutBatch
+
+    def __call__(self, rows: list[dict[str, Any]]) -> MicroBatch:
+        """Return `index`, `prompts`, and their `input_ids` followed by -100, for metrics that ask for inputs."""
+        prompts = [torch.tensor(row["prompt_ids"]) for row in rows]
+        index = torch.tensor([row.get("index", -1) for row in rows])
+        return RolloutBatch(index=index, prompts=Deferred(rows), input_ids=pad_sequence(prompts, True, IGNORE))

@@ -1,7 +1,7 @@
 """Batches of prompts -> batches of rollouts, laid out for the losses."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from ..scoring.layouts import Branch, Example, reading_of, share_out
 from ..teachers.signal import TopK
 from .batch import RolloutBatch
 from .completion import Completion, Rollout
+from .policy_sampler import synchronise
 from .reward import Reward, group_advantage
 from .source import OnPolicy, RolloutSource
 
@@ -27,12 +28,47 @@ class RolloutBuilder:
         self.source = source
         self.on_policy = OnPolicy(trainer)
         self.reward = reward
+        self.upcoming: list[RolloutBatch] = []  # the prompts of the next step, with a sampler that prefetches
+        self.epoch_iterator: Any = None  # which they come from
+
+    def reset(self) -> None:
+        """Start a training: the weights of the policy may have changed."""
+        self.trainer.synchronised = None
+        self.upcoming = []
+
+    @property
+    def prefetches(self) -> bool:
+        """Return whether the sampler samples the rollouts of the next step while one trains."""
+        return bool(getattr(self.trainer.args.sampler, "prefetch", False))
+
+    def next_window(
+        self, read: Callable[[Any, int], list[RolloutBatch]], epoch_iterator: Any, count: int
+    ) -> list[RolloutBatch]:
+        """Return the prompts of a step from `read`. With a sampler that prefetches, those of the next step in the same
+        epoch are read as well."""
+        if not self.prefetches:
+            return read(epoch_iterator, count)
+        batches = self.upcoming if self.epoch_iterator is epoch_iterator else []
+        batches = batches or read(epoch_iterator, count)
+        self.upcoming = []
+        self.epoch_iterator = epoch_iterator
+        state = self.trainer.state
+        if state.global_step + 1 < state.max_steps:
+            self.upcoming = read(epoch_iterator, self.trainer.args.gradient_accumulation_steps)
+        return batches
 
     def window(self, batches: Sequence[RolloutBatch], step: int) -> list[RolloutBatch]:
-        """Return the rollouts of a training window: of a share `lmbda` of the prompts, and the data's answers to the
-        others."""
+        """Return the rollouts of a step: of a share `lmbda` of its prompts, and the answers of the data to the others.
+
+        The sampler gets the current weights first, and the prompts of the next step afterwards if it prefetches.
+        """
+        if not self.trainer.args.rollouts.fixed:
+            synchronise(self.trainer)
         rows, sampled = self.prompts(batches, step)
-        return self._answered(batches, rows, sampled, self.source, self.max_new_tokens(step), self.seed(step))
+        laid_out = self._answered(batches, rows, sampled, self.source, self.max_new_tokens(step), self.seed(step))
+        if self.upcoming:
+            self.prefetch(self.upcoming, step + 1)
+        return laid_out
 
     def evaluation(self, batch: RolloutBatch) -> RolloutBatch:
         """Return on-policy rollouts of all prompts, by a seed that depends on the data alone."""
@@ -61,7 +97,7 @@ class RolloutBuilder:
         """Return the seed of this rank's rollouts of a step, or of an evaluation."""
         return self.trainer.args.seed, *seed, self.trainer.accelerator.process_index
 
-    def prompts(self, batches: Sequence[RolloutBatch], step: int) -> tuple[list[dict], list[bool]]:
+    def prompts(self, batches: Sequence[RolloutBatch], step: int) -> tuple[list[dict[str, Any]], list[bool]]:
         """Return the rows of a window, and whether the student answers each of them."""
         rows = [row for batch in batches for row in batch.prompts.items]
         with rollout.seeded(self.trainer.accelerator.device, *self.seed(step)):
@@ -70,7 +106,7 @@ class RolloutBuilder:
     def _answered(
         self,
         batches: Sequence[RolloutBatch],
-        rows: list[dict],
+        rows: list[dict[str, Any]],
         sampled: list[bool],
         source: RolloutSource,
         max_new_tokens: int,
@@ -92,7 +128,8 @@ class RolloutBuilder:
                 columns |= {"grades": grades[number]} if grades else {}
             branches = [Branch(each.ids[:max_new_tokens]) for each in answer.completions]
             if not all(branch.ids for branch in branches):
-                raise InputError("lmbda below 1 trains on completions of the data, and a row has none")
+                problem = "lmbda below 1 trains on completions of the data, and a row has none"
+                raise InputError("the source of the rollouts gave an empty completion" if own else problem)
             rollouts.append(answer)
             examples.append(Example(answer.prompt, branches, columns, row.get("images") or (), reading_of(row)))
 
@@ -105,7 +142,7 @@ class RolloutBuilder:
         for group in map(sorted, groups):
             batch = self._laid_out([examples[row] for row in group], [rollouts[row] for row in group], source)
             batch = self.trainer._prepare_inputs(batch.replace(index=index[group], row_weights=row_weights[group]))
-            if getattr(self.trainer.args.sampler, "prefetch", False) and batch.sampler_logps is not None:
+            if self.prefetches and batch.sampler_logps is not None:
                 # the probability of merged EOS ids is not that of the one that was sampled
                 merged = self.trainer.eos.contains(batch.targets)
                 batch = batch.replace(importance_logps=batch.sampler_logps.masked_fill(merged, math.nan))
@@ -118,7 +155,7 @@ class RolloutBuilder:
         branches = [branch.ids for example in examples for branch in example.branches]
         batch = batch.replace(repeated=torch.tensor([rollout.repeated_share(ids) for ids in branches]))
 
-        def of_tokens(values: list[list]) -> torch.Tensor:
+        def of_tokens(values: list[list[Any]]) -> torch.Tensor:
             """Return the values of each completion, which the horizon may have cut, as values of tokens, [N, ...]."""
             return batch.per_token([each[: len(ids)] for each, ids in zip(values, branches, strict=True)])
 

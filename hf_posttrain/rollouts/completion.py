@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Rollout:
 
     prompt: list[int]
     completions: list[Completion]
-    teacher: list[dict[str, list]] | None = None
+    teacher: list[dict[str, list[Any]]] | None = None
     """For each completion what the teacher said about its tokens: `teacher_ids`, `teacher_logps` and `teacher_own`."""
 
 

@@ -40,7 +40,7 @@ class Frozen(OnPolicy):
         self.scored: Any = None  # and what the teacher said of them, where that is asked for
         self.place: dict[int, int] = {}  # from a row's `index` to its place in it
 
-    def rollouts(self, rows: Sequence[dict], seed: Sequence[int], max_new_tokens: int) -> list[Rollout]:
+    def rollouts(self, rows: Sequence[dict[str, Any]], seed: Sequence[int], max_new_tokens: int) -> list[Rollout]:
         """Return the rollouts of these rows, sampled at the first call of a run or taken from the cache."""
         if self.of is not self.trainer.train_dataset:
             moved = self.of is not None or self.trainer.state.global_step > 0
@@ -108,7 +108,7 @@ class Frozen(OnPolicy):
             trainer.vocabulary, args.bf16, args.fp16, merged, score_cache.layout_key(trainer),
         ]  # fmt: skip
 
-        def score(prompts: Any) -> list[dict]:
+        def score(prompts: Any) -> list[dict[str, Any]]:
             given = prompts.prompts.items
             examples = [
                 Example(row["prompt_ids"], [*map(Branch, row["rollout_ids"])], pictures=row.get("images") or (),

@@ -4,9 +4,10 @@ Importable without torch.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from ..options import option
 from ..trainer.limits import COUNT, LARGEST, SOME, Limit, Problem
 from ..trainer.option_group import OptionGroup, OptionKind
 
@@ -17,13 +18,15 @@ class RolloutOptions(OptionKind):
 
     selector: ClassVar = "source"
     limits: ClassVar = {"train_max_tokens": COUNT}
+    on_policy: ClassVar[bool] = False
+    """Whether all rollouts are sampled from the current policy."""
+    fixed: ClassVar[bool] = False
+    """Whether the rollouts of a prompt never change, so that the sampler needs no new weights."""
 
-    train_max_tokens: int | dict[str, int] | None = field(
-        default=None,
-        metadata={
-            "help": "Number of tokens of a rollout that are sampled and trained, or {from, to, steps}: a number that "
-            "grows linearly over the first steps. By default max_completion_length."
-        },
+    train_max_tokens: int | dict[str, int] | None = option(
+        None,
+        "Number of tokens of a rollout that are sampled and trained, or {from, to, steps}: a number that grows "
+        "linearly over the first steps. By default max_completion_length.",
     )
 
 
@@ -32,6 +35,8 @@ class OnPolicyRollouts(RolloutOptions):
     """Sampled in every step, from the current policy."""
 
     kind: ClassVar = "on_policy"
+    implementation: ClassVar = "rollouts.source:OnPolicy"
+    on_policy: ClassVar = True
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,8 @@ class FrozenRollouts(RolloutOptions):
     """Sampled once, from the policy as it is before training, and cached on disk."""
 
     kind: ClassVar = "frozen"
+    implementation: ClassVar = "rollouts.frozen:Frozen"
+    fixed: ClassVar = True
 
 
 @dataclass(frozen=True)
@@ -46,14 +53,11 @@ class ReplayRollouts(RolloutOptions):
     """Some sampled in every step, and others taken from earlier steps."""
 
     kind: ClassVar = "replay"
+    implementation: ClassVar = "rollouts.replay:Replay"
     limits: ClassVar = RolloutOptions.limits | {"fresh_fraction": SOME, "replay_steps": COUNT}
 
-    fresh_fraction: float = field(
-        default=0.25, metadata={"help": "Share of the prompts of each step whose rollouts are sampled in that step."}
-    )
-    replay_steps: int = field(
-        default=16, metadata={"help": "Number of past optimizer steps kept in the replay buffer."}
-    )
+    fresh_fraction: float = option(0.25, "Share of the prompts of each step whose rollouts are sampled in that step.")
+    replay_steps: int = option(16, "Number of past optimizer steps kept in the replay buffer.")
 
 
 @dataclass(frozen=True)
@@ -66,14 +70,13 @@ class PolicySamplerOptions(SamplerOptions):
     """The model that trains."""
 
     kind: ClassVar = "policy"
+    implementation: ClassVar = "rollouts.policy_sampler:PolicySampler"
     limits: ClassVar = {"batch_size": COUNT}
 
-    batch_size: int | None = field(
-        default=None,
-        metadata={
-            "help": "Largest number of rollouts in one generation call. By default all rollouts of a step, on a GPU as "
-            "many as its free memory takes. Random numbers depend on it: with a number, another GPU samples the same."
-        },
+    batch_size: int | None = option(
+        None,
+        "Largest number of rollouts in one generation call. By default all rollouts of a step, on a GPU as many as its "
+        "free memory takes. Random numbers depend on it: with a number, another GPU samples the same.",
     )
 
 
@@ -83,12 +86,10 @@ class VLLMOptions(SamplerOptions):
 
     limits: ClassVar = {"check_steps": COUNT, "gpu_memory_utilization": SOME}
 
-    check_steps: int = field(
-        default=20,
-        metadata={
-            "help": "Compare the log-probabilities of vLLM and of the student after the first and after every so many "
-            "transfers of weights."
-        },
+    check_steps: int = option(
+        20,
+        "Compare the log-probabilities of vLLM and of the student after the first and after every so many transfers of "
+        "weights.",
     )
 
 
@@ -102,10 +103,9 @@ class VLLMColocateOptions(VLLMOptions):
     """A vLLM engine in each training process, on the GPU that it trains on."""
 
     kind: ClassVar = "vllm_colocate"
+    implementation: ClassVar = "rollouts.vllm_in_process:VLLMInProcessSampler"
 
-    gpu_memory_utilization: float = field(
-        default=0.3, metadata={"help": "Share of the GPU's memory that vLLM reserves."}
-    )
+    gpu_memory_utilization: float = option(0.3, "Share of the GPU's memory that vLLM reserves.")
 
 
 @dataclass(frozen=True)
@@ -113,16 +113,13 @@ class VLLMServerOptions(VLLMOptions):
     """A server that `vllm serve` started, for this run alone."""
 
     kind: ClassVar = "vllm_server"
+    implementation: ClassVar = "rollouts.vllm_server:VLLMServerSampler"
 
-    base_url: str = field(
-        kw_only=True,
-        metadata={"help": "URL of the server, such as http://localhost:8000. The server must see output_dir."},
+    base_url: str = option(
+        help="URL of the server, such as http://localhost:8000. The server must see output_dir.", kw_only=True
     )
-    prefetch: bool = field(
-        default=False,
-        metadata={
-            "help": "Sample the rollouts of the next step while this one trains, by weights that are one step old."
-        },
+    prefetch: bool = option(
+        False, "Sample the rollouts of the next step while this one trains, by weights that are one step old."
     )
 
 
@@ -133,12 +130,8 @@ class RewardOptions(OptionKind):
     selector: ClassVar = ""
     limits: ClassVar = {"coef": Limit(lambda x: 0 < x <= LARGEST, "must be above 0, and at most 1e6")}
 
-    function: str = field(
-        kw_only=True, metadata={"help": "Function that grades a rollout: exact_match, or package.module:name."}
-    )
-    coef: float = field(
-        default=1.0, metadata={"help": "Factor of the grade when it is added to the advantage of each token."}
-    )
+    function: str = option(help="Function that grades a rollout: exact_match, or package.module:name.", kw_only=True)
+    coef: float = option(1.0, "Factor of the grade when it is added to the advantage of each token.")
 
 
 @dataclass(frozen=True)
@@ -157,7 +150,7 @@ class Cumulative(TokenWeightOptions):
     kind: ClassVar = "cumulative"
     limits: ClassVar = {"gain": Limit(lambda x: 0 < x <= 100, "must be above 0, and at most 100")}
 
-    gain: float = field(default=0.5, metadata={"help": "Additional weight of the first token."})
+    gain: float = option(0.5, "Additional weight of the first token.")
 
 
 @dataclass(frozen=True)
@@ -167,7 +160,7 @@ class TopShare(TokenWeightOptions):
     kind: ClassVar = "top_share"
     limits: ClassVar = {"share": SOME}
 
-    share: float = field(default=0.5, metadata={"help": "Share of the tokens that count."})
+    share: float = option(0.5, "Share of the tokens that count.")
 
 
 @dataclass(frozen=True)
@@ -177,7 +170,7 @@ class Extremes(TokenWeightOptions):
     kind: ClassVar = "extremes"
     limits: ClassVar = {"share": Limit(lambda x: 0 < x <= 0.5, "must be above 0, and at most 0.5")}
 
-    share: float = field(default=0.25, metadata={"help": "Share of the tokens that count, at each of the two ends."})
+    share: float = option(0.25, "Share of the tokens that count, at each of the two ends.")
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ class Replay(OnPolicy, TrainerCallback):
         trainer.add_callback(self)
         trainer.stateful["replay"] = self
 
-    def rollouts(self, rows: Sequence[dict], seed: Sequence[int], max_new_tokens: int) -> list[Rollout]:
+    def rollouts(self, rows: Sequence[dict[str, Any]], seed: Sequence[int], max_new_tokens: int) -> list[Rollout]:
         """Return as many rollouts as there are rows; sample all of them while there are no earlier ones."""
         earlier = [kept for window in self.windows for kept in window]
         count = len(rows)

@@ -23,7 +23,7 @@ class Reward:
         with error_context("reward"):
             self.grader = find_grader(options.function)
 
-    def grades(self, tokenizer: Any, rows: Sequence[dict], rollouts: Sequence[Rollout]) -> Tensor:
+    def grades(self, tokenizer: Any, rows: Sequence[dict[str, Any]], rollouts: Sequence[Rollout]) -> Tensor:
         """[prompts, K], of the rollouts of each row's prompt. Raises InputError where the function gives other than a
         finite number for each."""
         decode = lambda ids: tokenizer.decode(ids, skip_special_tokens=True)  # noqa: E731

@@ -20,8 +20,11 @@ class RolloutSource(Protocol):
         """Whether its completions have log-probabilities."""
         ...
 
-    def rollouts(self, rows: Sequence[dict], seed: Sequence[int], max_new_tokens: int) -> list[Rollout]:
-        """Return as many rollouts as there are prepared rows. Call it inside `generation.rollout.seeded(*seed)`."""
+    def rollouts(self, rows: Sequence[dict[str, Any]], seed: Sequence[int], max_new_tokens: int) -> list[Rollout]:
+        """Return one rollout for each prepared row: its prompt with `num_generations` completions, none of them empty.
+
+        The caller has seeded the global generator with `seed`, and truncates completions to max_new_tokens.
+        """
         ...
 
 
@@ -36,7 +39,7 @@ class OnPolicy:
         """Whether its completions have log-probabilities."""
         return bool(self.trainer.sampler.reports_logps)
 
-    def rollouts(self, rows: Sequence[dict], seed: Sequence[int], max_new_tokens: int) -> list[Rollout]:
+    def rollouts(self, rows: Sequence[dict[str, Any]], seed: Sequence[int], max_new_tokens: int) -> list[Rollout]:
         """Sample `num_generations` completions of each row's prompt."""
         prompts = [Prompt.of(row) for row in rows]
         n = self.trainer.args.num_generations

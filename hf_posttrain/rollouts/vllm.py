@@ -27,6 +27,7 @@ import torch
 from accelerate.utils import broadcast_object_list, gather_object
 from safetensors.torch import load_file, save_file
 
+from ..capabilities import Feature, conflict
 from ..errors import InputError
 from ..generation import rollout
 from ..generation.completions_client import PLAIN, together
@@ -69,7 +70,7 @@ class VLLMSampler:
     def __init__(self, trainer: Any):
         model = scoring.unwrapped(trainer.model)
         if getattr(scoring.causal_lm(model), "is_quantized", False):
-            raise InputError("vLLM takes no quantised student. Set quantization: none, or sampler: policy")
+            raise InputError(conflict(Feature.VLLM, Feature.QUANTIZED))
         self.lora = model.peft_config[model.active_adapter] if isinstance(model, peft.PeftModel) else None
         if self.lora:
             max_rank(self.lora)

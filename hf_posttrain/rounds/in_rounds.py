@@ -31,6 +31,7 @@ import torch
 from transformers.trainer_utils import EvalLoopOutput
 
 from ..batching.micro_batch import MicroBatch
+from ..capabilities import Feature, check_features, conflict
 from ..data.kinds import PROMPTS
 from ..data.lengths import check_answered, tokens_of
 from ..data.prepare import prepare, prompt_key, typed_rows
@@ -39,8 +40,6 @@ from ..generation.completions_client import ServerError
 from ..models.load import drawable_ids
 from ..models.score_cache import score_rows
 from ..rollouts import vllm
-from ..rollouts.factory import build_sampler
-from ..rollouts.options import VLLMOptions
 from ..rollouts.policy_sampler import synchronise
 from ..scoring.forward import causal_lm
 from ..scoring.layouts import share_out
@@ -49,7 +48,7 @@ from .draw import Judged, Pieces, Stopped, draw, pieces_of
 from .judges import make_judge
 from .pairing import Paired, pair_up
 from .record import record, summarise
-from .section import RoundsSection, good_from, make_section, rounds_in, rounds_problems
+from .section import RoundsSection, good_from, make_section, rounds_features, rounds_in, rounds_problems
 from .under_way import Round
 
 logger = logging.getLogger(__name__)
@@ -65,7 +64,7 @@ def in_rounds(trainer_class: Any, section: Any) -> Any:
     section = make_section(section)
     method = trainer_class.method
     if method.second == "teacher":
-        raise InputError(f"rounds: {method.name} learns from a teacher, not from judged answers: drop the section")
+        raise InputError(conflict(Feature.ROUNDS, Feature.TEACHER))
     if section.reference == "round" and method.second != "reference":
         raise InputError(f"rounds.reference: round is of methods with a reference, and {method.name} has none: drop it")
     for names, problem in rounds_problems(section, method.rows):
@@ -89,9 +88,9 @@ def with_section(args: Any, section: RoundsSection) -> Any:
         problem = f"no prompt next to rounds.max_completion_length={section.max_completion_length}"
         raise InputError(f"max_length={args.max_length} leaves {problem}: raise it, or lower that")
     if getattr(args, "precompute_ref_log_probs", None):
-        raise InputError("precompute_ref_log_probs: a round's rows are not known beforehand: drop it")
+        raise InputError(conflict(Feature.REFERENCE_CACHE, Feature.ROUNDS))
     if args.parallelism_config and args.parallelism_config.sp_size > 1:
-        raise InputError("parallelism_config: sequence parallelism cuts rows that are there before training: drop it")
+        raise InputError(conflict(Feature.SEQUENCE_PARALLEL, Feature.ROUNDS))
     if hasattr(args, "precompute_ref_log_probs"):
         args.precompute_ref_log_probs = False
     if args.metric_for_best_model == "loss" and args.load_best_model_at_end:  # HF's default: evaluations have no loss
@@ -136,14 +135,14 @@ class InRounds(PostTrainer):
         super().__init__(model, args, *rest, **kwargs)
         if self.reference_moves and getattr(self, "reference", None) is None:
             raise InputError("rounds.reference: round is of losses with a reference, and this has none: drop it")
-        if not isinstance(self.train_dataset, datasets.Dataset | None):
-            raise InputError("rounds need prompts of known length, not a stream: set streaming: false")
-        if self.data_collator.pictures and isinstance(section.sampler, VLLMOptions):
-            raise InputError("rounds.sampler: vLLM does not support images yet. Remove it, or model.images")
-        if self.data_collator.pictures and section.judge.by not in ("exact_match", "function"):
-            raise InputError(f"rounds.judge: {section.judge.by} is shown no pictures yet: judge by a function")
+        sets = self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]
+        if not all(isinstance(rows, datasets.Dataset | None) for rows in (self.train_dataset, *sets)):
+            raise InputError(conflict(Feature.ROUNDS, Feature.STREAM))
+        images = {Feature.IMAGES: "images"} if self.data_collator.pictures else {}
+        check_features(rounds_features(section) | images)
         self.vocabulary = drawable_ids(self.tokenizer, causal_lm(self.model).config)
-        self.sampler = build_sampler(self, section)
+        self.rollout_options = section
+        self.sampler = section.sampler.load()(self)
         self.judge = make_judge(section.judge, self.tokenizer, self.args.device)
         self.judge.stays = section.steps is not None
         self.round = self.stateful["round"] = Round(self)

@@ -2,12 +2,14 @@
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
+from ..capabilities import Feature
 from ..data.kinds import RowKind
 from ..errors import InputError, nearest, shown
-from ..rollouts.options import SAMPLERS, sampler_problems
+from ..options import option
+from ..rollouts.options import SAMPLERS, sampler_problems, uses_vllm
 from ..trainer.limits import COUNT, NOT_NEGATIVE, Problem
 from ..trainer.renamed_options import warn_of_old_names, with_new_names
 from ..trainer.rules import beyond
@@ -23,42 +25,50 @@ LIMITS = {
 class PairSection:
     """Which of a prompt's judged answers are trained on, and as what."""
 
-    take: Literal["best", "all"] | None = None
-    """best: the best answer, next to the worst where rows are pairs or labelled; all: every answer, or every pair, that
-    is good enough. None: all where rows are labelled, else best."""
-    margin: float = 0.0
-    """By how much the better of a pair must be better; of labelled rows, how far from the threshold a score must be."""
-    threshold: float | None = None
-    """Answers from this score on are good: those that are labelled so, or may be trained alone. None: 0.5 of
-    exact_match; otherwise the mean of a prompt's own answers for labels, and none for answers that are trained alone.
-    """
-    unfinished: bool = False
-    """May an answer that was cut at max_completion_length be a good one?"""
+    take: Literal["best", "all"] | None = option(
+        None,
+        "best: the best answer, next to the worst where rows are pairs or labelled; all: every answer, or every pair, "
+        "that is good enough. None: all where rows are labelled, else best.",
+    )
+    margin: float = option(
+        0.0,
+        "By how much the better of a pair must be better; of labelled rows, how far from the threshold a score must "
+        "be.",
+    )
+    threshold: float | None = option(
+        None,
+        "Answers from this score on are good: those that are labelled so, or may be trained alone. None: 0.5 of "
+        "exact_match; otherwise the mean of a prompt's own answers for labels, and none for answers that are trained "
+        "alone.",
+    )
+    unfinished: bool = option(False, "May an answer that was cut at max_completion_length be a good one?")
 
 
 @dataclass
 class RoundsSection:
     """Each round: sample answers from the policy of now, judge them, make rows of them, train on these."""
 
-    count: int | None = None
-    """How many rounds, each over all prompts; num_train_epochs is how often a round's rows are seen."""
-    steps: int | None = None
-    """In place of count: optimizer steps of a round, whose prompts are those of as many steps. 1 is online."""
-    num_generations: int = 8
-    """Answers to each prompt."""
-    temperature: float = 1.0
-    """Of sampling."""
-    max_completion_length: int = 256
-    """Longest answer in tokens; the prompt has max_length minus this."""
-    judge: JudgeSection = field(default_factory=JudgeSection)
-    """Who scores the answers: exact_match, or {by: ..., name: ...}."""
-    pair: PairSection = field(default_factory=PairSection)
-    """Which answers are trained on."""
-    reference: Literal["first", "round"] = "first"
-    """The reference of methods with one: the model as the run began, or as each round begins."""
-    sampler: Any = "policy"
-    """Program that samples the answers: policy, vllm_colocate or vllm_server, or {kind, options}. vLLM gets the weights
-    once in each round."""
+    count: int | None = option(
+        None, "How many rounds, each over all prompts; num_train_epochs is how often a round's rows are seen."
+    )
+    steps: int | None = option(
+        None, "In place of count: optimizer steps of a round, whose prompts are those of as many steps. 1 is online."
+    )
+    num_generations: int = option(8, "Answers to each prompt.")
+    temperature: float = option(1.0, "Of sampling.")
+    max_completion_length: int = option(256, "Longest answer in tokens; the prompt has max_length minus this.")
+    judge: JudgeSection = option(
+        help="Who scores the answers: exact_match, or {by: ..., name: ...}.", default_factory=JudgeSection
+    )
+    pair: PairSection = option(help="Which answers are trained on.", default_factory=PairSection)
+    reference: Literal["first", "round"] = option(
+        "first", "The reference of methods with one: the model as the run began, or as each round begins."
+    )
+    sampler: Any = option(
+        "policy",
+        "Program that samples the answers: policy, vllm_colocate or vllm_server, or {kind, options}. vLLM gets the "
+        "weights once in each round.",
+    )
 
     def __post_init__(self) -> None:
         if not any(SAMPLERS.problems("sampler", self.sampler)):
@@ -130,6 +140,18 @@ def rounds_problems(rounds: RoundsSection, kind: RowKind) -> Iterator[Problem]:
     yield from _out_of_range(rounds, kind)
     for names, said in judge_problems(rounds.judge):
         yield tuple(f"judge.{name}" for name in names), f"judge.{said}"
+
+
+def rounds_features(rounds: RoundsSection) -> dict[Feature, str]:
+    """Return the features of a section, each with its key."""
+    features = {Feature.ROUNDS: "rounds"}
+    if uses_vllm(rounds):
+        features[Feature.VLLM] = "rounds.sampler"
+    if getattr(rounds.sampler, "prefetch", False):
+        features[Feature.PREFETCH] = "rounds.sampler"
+    if rounds.judge.by not in ("exact_match", "function"):
+        features[Feature.MODEL_JUDGE] = "rounds.judge"
+    return features
 
 
 def _out_of_range(rounds: RoundsSection, kind: RowKind) -> Iterator[Problem]:

@@ -1,6 +1,7 @@
 """The tiled head of a model whose head is no plain linear layer: an adapter on it, a quantised one, or own logits."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ class _TileValue(torch.autograd.Function):
     """A tile function as an autograd step from logits [n, V] to values [n]; its stats are left in a dictionary."""
 
     @staticmethod
-    def forward(ctx, logits, tile, rows, stats):
+    def forward(ctx: Any, logits: Tensor, tile: TileFunction, rows: slice, stats: dict[str, Tensor]) -> Tensor:
         with torch.autocast(logits.device.type, enabled=False):
             result = tile(logits.clone(), rows, ctx.needs_input_grad[0], torch.empty_like(logits))
         stats.update(result.stats)
@@ -39,5 +40,5 @@ class _TileValue(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return ctx.saved_tensors[0] * grad[:, None], None, None, None

@@ -217,7 +217,7 @@ def _behind(
     return seen if window is None else seen.triu(keys - queries - window + 1)
 
 
-FORMS: dict[str, Callable] = {BY_SEGMENT: attend_by_segment, BY_BLOCK: attend_by_block}
+FORMS: dict[str, Callable[..., Any]] = {BY_SEGMENT: attend_by_segment, BY_BLOCK: attend_by_block}
 
 
 # ---- masks

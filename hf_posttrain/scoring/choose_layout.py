@@ -110,7 +110,7 @@ class InFloat32(TorchFunctionMode):
     })  # fmt: skip
     CASTS = frozenset({Tensor.to, Tensor.bfloat16, Tensor.half, Tensor.type_as})
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.embedding:
             return _raised(func(*args, **kwargs))

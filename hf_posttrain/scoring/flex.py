@@ -22,14 +22,14 @@ BLOCK = 128  # tokens
 
 
 @cache
-def _compiled() -> Callable:
+def _compiled() -> Callable[..., Any]:
     """flex_attention, compiled once for all models, layers and shapes: one for each shape would run into dynamo's limit
     of 8 recompilations, and then without compilation in memory of heads x L x L."""
     return torch.compile(flex.flex_attention, dynamic=True)
 
 
 @cache
-def _softcapped(cap: float) -> Callable:
+def _softcapped(cap: float) -> Callable[..., Any]:
     """cap * tanh(score / cap), the same function for the same cap: dynamo compiles for each anew."""
     return lambda score, *_: cap * torch.tanh(score / cap)
 

@@ -61,7 +61,7 @@ class LMHead:
         is_linear = type(module).forward is nn.Linear.forward  # FSDP2's class of it too
         return LinearHead(module.weight, module.bias, self.transform) if is_linear else None
 
-    def score(self, hidden: Tensor, tile: TileFunction, weights: Tensor | None = None) -> tuple[Tensor, dict]:
+    def score(self, hidden: Tensor, tile: TileFunction, weights: Tensor | None = None) -> tuple[Tensor, dict[str, Any]]:
         """`head.score_tokens` on hidden states [N, H], by the way that this head allows."""
         if (head := self.plain) is not None:
             return score_tokens(head, hidden, tile, weights)
@@ -125,11 +125,13 @@ def enable_scoring(model: nn.Module) -> None:
 
 
 @functools.cache
-def _scoring_forward(model_class: Any) -> Callable:
+def _scoring_forward(model_class: Any) -> Callable[..., Any]:
     """The forward of a model class that takes a scorer."""
 
     @functools.wraps(model_class.forward)
-    def forward(self, *args, scorer: Scorer | None = None, visual: dict | None = None, blind: bool = False, **kwargs):
+    def forward(
+        self: Any, *args: Any, scorer: Scorer | None = None, visual: Any = None, blind: bool = False, **kwargs: Any
+    ) -> Any:
         if scorer is None:
             return model_class.forward(self, *args, **kwargs)
         head = LMHead.of(self)
@@ -154,7 +156,7 @@ def _scoring_forward(model_class: Any) -> Callable:
 
 
 @contextmanager
-def _replaced_forward(module: nn.Module, forward: Callable) -> Iterator[None]:
+def _replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """Run `forward` where the module is called, with the module's hooks around it."""
     before = module.__dict__.get("forward")
     module.forward = forward

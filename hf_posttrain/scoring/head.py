@@ -260,7 +260,7 @@ class _ScoreTokens(torch.autograd.Function):
     """d value / d hidden is computed in the forward; the head's gradient in one of three ways, all exact."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, run):
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, run: Any) -> Tensor:
         run.dtype = run.head.dtype(hidden.device)
         head, cast = run.head.cast(hidden, run.dtype)
         needs_hidden, needs_weight, needs_bias, _ = ctx.needs_input_grad
@@ -292,7 +292,7 @@ class _ScoreTokens(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         hidden, weight, bias, grad_hidden = ctx.saved_tensors
         if grad_hidden is not None:
             grad_hidden = (grad_hidden * grad[:, None]).to(hidden.dtype)

@@ -77,7 +77,7 @@ class Prompt(list[int]):
         return prompt
 
 
-def reading_of(row: dict) -> Reading | None:
+def reading_of(row: dict[str, Any]) -> Reading | None:
     """What a prepared row says of its teacher, if anything."""
     teacher, prompt = row.get("teacher"), row.get("teacher_prompt_ids")
     return Reading(teacher or "", prompt or None) if teacher or prompt else None
@@ -87,7 +87,7 @@ def reading_of(row: dict) -> Reading | None:
 class Collator:
     """Prepared rows -> a micro-batch. The trainer owns it, and may change its layout."""
 
-    examples: Callable[[dict], list[Example]]  # the examples of a row: one, or those of a packed row
+    examples: Callable[[dict[str, Any]], list[Example]]  # the examples of a row: one, or those of a packed row
     layout: str  # shared, packed or padded
     row_multiple: int | None = None  # see `collate`
     pictures: Any = None  # `pictures.Pictures` of a vision-language model
@@ -103,7 +103,7 @@ class Collator:
         """Lay out examples; a subclass adds fields."""
         return self.collate(examples, self.batch_class)
 
-    def __call__(self, rows: list[dict]) -> MicroBatch:
+    def __call__(self, rows: list[dict[str, Any]]) -> MicroBatch:
         """Lay out the examples of prepared rows, with the scores that the rows have from before training.
 
         `row` is the place of each branch's row in this list.

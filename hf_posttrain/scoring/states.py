@@ -184,14 +184,14 @@ class States:
 
 
 @functools.cache
-def _by_piece(kind: Any) -> Callable:
+def _by_piece(kind: Any) -> Callable[..., Any]:
     """The forward of a layer class that takes `pieces`."""
     signature = inspect.signature(inspect.unwrap(kind.forward))
     cache, mask = _named(kind, CACHE), _named(kind, MASK)
     first = list(signature.parameters)[1]
 
     @functools.wraps(kind.forward)
-    def forward(self, *args, pieces: Pieces | None = None, **kwargs):
+    def forward(self: Any, *args: Any, pieces: Pieces | None = None, **kwargs: Any) -> Any:
         self.got_pieces = pieces is not None
         if pieces is None:
             return kind.forward(self, *args, **kwargs)

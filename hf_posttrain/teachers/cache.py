@@ -3,6 +3,7 @@
 from typing import Any
 
 from ..batching.micro_batch import MicroBatch
+from ..capabilities import Feature
 from ..models import score_cache
 from .signal import Request, Teacher, TopK
 
@@ -34,4 +35,4 @@ def precompute_top_k(trainer: Any, teacher: Teacher, request: Request) -> None:
         masks = [(batch.owner == number).cpu().numpy() for number in range(len(batch.index))]
         return [{"teacher_ids": ids[mask], "teacher_logps": logps[mask]} for mask in masks]
 
-    score_cache.add_scores(trainer, "teacher.precompute", "teacher", key, args.per_device_eval_batch_size, score)
+    score_cache.add_scores(trainer, Feature.PRECOMPUTE, "teacher", key, args.per_device_eval_batch_size, score)

@@ -132,7 +132,7 @@ class CrossTokenizerTeacher:
         """Return what distinguishes its scores from those of another teacher."""
         return self.teacher.key()
 
-    def ends(self, tokenizer: Any, template_kwargs: dict | None) -> list[int]:
+    def ends(self, tokenizer: Any, template_kwargs: dict[str, Any] | None) -> list[int]:
         """Return none: its ids are not the student's."""
         return []
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..batching.micro_batch import MicroBatch
-from ..scoring.head import LogProb
+from ..models.frozen import FrozenModel
 from ..scoring.teacher_tiles import TeacherLogits
 from .inputs import DistillationBatch
 from .local import LocalTeacher
@@ -50,6 +50,11 @@ class Ensemble:
         self.vocabulary = vocabulary
         for name, teacher in self.teachers.items():
             teacher.name = name
+
+    @property
+    def models(self) -> list[FrozenModel]:
+        """Those of all teachers."""
+        return [model for teacher in self.teachers.values() for model in teacher.models]
 
     @property
     def description(self) -> str:
@@ -97,16 +102,14 @@ class Ensemble:
         for name, teacher in self.teachers.items():
             if name in inputs:
                 yield teacher, inputs[name].places
-            elif isinstance(teacher, ServedTeacher):
-                teacher.join_collective()
-            elif teacher.sharded:
-                teacher.score(batch, LogProb(batch.targets))
+            else:
+                teacher.join_collective(batch)
 
     def key(self) -> Any:
         """Return the keys of all teachers."""
         return {name: teacher.key() for name, teacher in self.teachers.items()}
 
-    def ends(self, tokenizer: Any, template_kwargs: dict | None) -> list[int]:
+    def ends(self, tokenizer: Any, template_kwargs: dict[str, Any] | None) -> list[int]:
         """Return the ids that end an answer for any teacher."""
         ends = [end for teacher in self.teachers.values() for end in teacher.ends(tokenizer, template_kwargs)]
         return list(dict.fromkeys(ends))

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..capabilities import Feature, conflict
 from ..data.align import Aligner
 from ..data.teacher_rows import by_name
 from ..engines import launch
 from ..errors import InputError
 from ..models import load
-from ..models.frozen import shares_trained_weights
+from ..models.frozen import FrozenModel, shares_trained_weights
 from ..models.policy import find_terminal_ids
 from ..models.section import ModelSection, TeacherSection
 from ..scoring import forward
@@ -23,13 +24,14 @@ from .ensemble import Ensemble
 from .eos import MergedEOS
 from .inputs import TeacherInputs
 from .local import LocalTeacher
-from .self_teacher import MovingAverage, SelfTeacher, build_self_teacher
+from .self_teacher import MovingAverage, build_self_teacher
 from .served import ServedTeacher
 from .signal import Teacher
 
 logger = logging.getLogger(__name__)
-Given = nn.Module | str | TeacherSection
-"""A teacher as users give it: a model, its name or folder, or a section of a recipe."""
+Given = nn.Module | str | TeacherSection | Teacher | Callable[[Any], Teacher]
+"""A teacher as users give it: a model, its name or folder, a section of a recipe, an object with the interface, or a
+function that returns one for a trainer."""
 
 
 @dataclass
@@ -40,7 +42,7 @@ class TeacherSetup:
     vocabulary: int  # number of token ids that all models have
     terminal_ids: list[int]  # that end an answer of the student or of a teacher with the student's tokenizer
     eos: MergedEOS
-    models: list[LocalTeacher] = field(default_factory=list)  # second models in memory
+    models: list[FrozenModel] = field(default_factory=list)  # second models in memory
     inputs: TeacherInputs | None = None  # where a teacher does not read the student's batch
     average: MovingAverage | None = None  # of a teacher that follows the student
 
@@ -63,28 +65,26 @@ def build_teacher(
     several = by_name(given)
     offloaded = offload if isinstance(offload, Mapping) else dict.fromkeys(several, offload)
 
-    average = None
-    sizes = [_vocabulary(trainer.model)]
     teachers: dict[str, Any] = {}
     for name, one in several.items():
-        if isinstance(one, TeacherSection) and one.self:
-            teachers[name], average = build_self_teacher(trainer, one)
-        elif isinstance(one, TeacherSection) and one.url:
-            teachers[name] = _served(trainer, one, name)
+        builders = [build for key, build in BUILDERS.items() if isinstance(one, TeacherSection) and getattr(one, key)]
+        if not isinstance(one, nn.Module) and hasattr(one, "signal"):
+            teachers[name] = one
+        elif not isinstance(one, nn.Module | type) and callable(one):
+            teachers[name] = one(trainer)
+        elif builders:
+            teachers[name] = builders[0](trainer, one, name)
         else:
             teachers[name] = _local(trainer, one, name, offloaded.get(name, False))
-        if teachers[name].aligner is None and not isinstance(teachers[name], SelfTeacher):
-            served = isinstance(teachers[name], ServedTeacher)
-            sizes.append(teachers[name].vocabulary if served else _vocabulary(teachers[name].model))
-    vocabulary = min(sizes)
+    of_student = forward.causal_lm(trainer.model).config.get_text_config().vocab_size
+    vocabulary = min([of_student, *(each.vocabulary for each in teachers.values() if each.aligner is None)])
 
     aligners = {name: teacher.aligner for name, teacher in teachers.items() if teacher.aligner is not None}
     served_names = {name for name, teacher in teachers.items() if not teacher.dense}
     inputs = None
     if names or served_names or aligners or trainer.args.teacher.prompt:
-        if trainer.data_collator.pictures:
-            what = "several teachers, servers, and teachers with a prompt or a tokenizer of their own"
-            raise InputError(f"{what} are shown no pictures yet: drop them, or train on text (model.images: false)")
+        if trainer.data_collator.pictures and served_names:
+            raise InputError(conflict(Feature.SERVED, Feature.IMAGES))
         inputs = TeacherInputs(aligners, served_names)
 
     teacher: Any = Ensemble(teachers, vocabulary) if names else teachers[""]
@@ -92,12 +92,11 @@ def build_teacher(
     if teacher.aligner is not None:
         ends = teacher.ends(teacher.aligner.teacher, trainer.args.chat_template_kwargs)
         teacher = CrossTokenizerTeacher(teacher, teacher.aligner, eos, ends, trainer.args.device)
-    models = [one for one in teachers.values() if isinstance(one, LocalTeacher) and not isinstance(one, SelfTeacher)]
-    return TeacherSetup(teacher, vocabulary, terminal_ids, eos, models, inputs, average)
-
-
-def _vocabulary(model: nn.Module) -> int:
-    return int(forward.causal_lm(model).config.get_text_config().vocab_size)
+    models = [model for one in teachers.values() for model in one.models]
+    averages = [one.average for one in teachers.values() if getattr(one, "average", None)]
+    if len(averages) > 1:
+        raise InputError("only one of several teachers can have self: ema")
+    return TeacherSetup(teacher, vocabulary, terminal_ids, eos, models, inputs, *averages)
 
 
 def _merged_eos(trainer: Any, teacher: Any, vocabulary: int, merge: bool) -> tuple[list[int], MergedEOS]:
@@ -122,6 +121,11 @@ def _served(trainer: Any, section: TeacherSection, name: str) -> ServedTeacher:
     ends = lambda theirs: teacher.ends(theirs, args.chat_template_kwargs)  # noqa: E731
     teacher.aligner = _aligner(trainer, teacher.tokenizer, tokenizer, ends)
     return teacher
+
+
+BUILDERS: dict[str, Callable[[Any, TeacherSection, str], Any]] = {"self": build_self_teacher, "url": _served}
+"""Key of a teacher's section -> function of (trainer, section, name) that builds such a teacher. A section with none of
+these keys is a model in memory."""
 
 
 def _local(trainer: Any, given: Given, name: str, offload: bool) -> LocalTeacher:

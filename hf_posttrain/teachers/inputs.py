@@ -108,7 +108,7 @@ class DistillationCollator(Collator):
             return batch
         return batch.replace(teacher_inputs=self.teacher_inputs(examples, batch, self.collate))
 
-    def __call__(self, rows: list[dict]) -> MicroBatch:
+    def __call__(self, rows: list[dict[str, Any]]) -> MicroBatch:
         """Lay out prepared rows."""
         batch = super().__call__(rows)
         if "teacher_ids" not in rows[0]:

@@ -96,6 +96,17 @@ class LocalTeacher(FrozenModel, TrainerCallback):
     description = ""
     dense = True
     aligner: Aligner | None = None
+    average: TrainerCallback | None = None  # follows the policy
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of its token ids."""
+        return int(forward.causal_lm(self.model).config.get_text_config().vocab_size)
+
+    @property
+    def models(self) -> list[FrozenModel]:
+        """Itself."""
+        return [self]
 
     def signal(self, batch: MicroBatch, request: Request) -> TeacherSignal:
         """Score a batch, see `signal.Teacher`."""
@@ -112,6 +123,11 @@ class LocalTeacher(FrozenModel, TrainerCallback):
 
     def signals(self, batches: Sequence[MicroBatch], request: Request) -> None:
         """Return None: one batch after the other is as fast."""
+
+    def join_collective(self, batch: MicroBatch) -> None:
+        """Run the forward of a sharded model on a batch whose scores are thrown away."""
+        if self.sharded:
+            self.score(batch, LogProb(batch.targets))
 
     def score(self, batch: MicroBatch, tile: TileFunction) -> dict[str, Tensor]:
         """Run `forward.score` on a batch of the teacher, without gradient."""
@@ -133,7 +149,7 @@ class LocalTeacher(FrozenModel, TrainerCallback):
         """Return a hash of the model."""
         return score_cache.model_key(self.model)
 
-    def ends(self, tokenizer: Any, template_kwargs: dict | None) -> list[int]:
+    def ends(self, tokenizer: Any, template_kwargs: dict[str, Any] | None) -> list[int]:
         """Return the ids that end an answer."""
         return find_terminal_ids(self.model, tokenizer, template_kwargs)
 

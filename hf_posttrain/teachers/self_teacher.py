@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
+from ..capabilities import Feature, conflict
 from ..engines import engine, sharded
 from ..errors import InputError
 from ..models import score_cache
-from ..models.frozen import round_products
+from ..models.frozen import FrozenModel, round_products
 from ..models.reference import COPY, adapter_reference
 from ..models.section import TeacherSection
 from ..scoring import forward
@@ -37,6 +38,16 @@ class SelfTeacher(LocalTeacher):
     def model(self) -> nn.Module:  # type: ignore[override]
         """The policy."""
         return self.trainer.model_wrapped
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of the policy's token ids."""
+        return int(forward.causal_lm(self.trainer.model).config.get_text_config().vocab_size)
+
+    @property
+    def models(self) -> list[FrozenModel]:
+        """None: the trainer has the policy."""
+        return []
 
     def __enter__(self) -> nn.Module:
         self.contexts.enter_context(forward.eval_mode(self.model))
@@ -96,14 +107,14 @@ class MovingAverage(TrainerCallback):
             average.copy_(state[name])
 
 
-def build_self_teacher(trainer: Any, section: TeacherSection) -> tuple[LocalTeacher, MovingAverage | None]:
-    """Return the teacher of a section with `self`, and the average of weights that training must update.
+def build_self_teacher(trainer: Any, section: TeacherSection, name: str) -> LocalTeacher:
+    """Return the teacher of a section with `self`. Its `average` is the moving average that training must update.
 
     Raises InputError for a moving average of sharded weights.
     """
     policy, accelerator, follows = trainer.model, trainer.accelerator, section.self == "ema"
     if follows and engine.changes_weights(accelerator):
-        raise InputError("teacher.self: ema: its weights are kept whole: use one GPU or DDP, or self: start")
+        raise InputError(conflict(Feature.MOVING_AVERAGE, Feature.SHARDED))
     inside, description = None, f"self: {section.self}" + f" {section.ema:g}" * follows
     if isinstance(policy, peft.PeftModel):  # a moving average needs a copy of the adapter
         inside = adapter_reference(policy, trainer.new_adapter and not follows)
@@ -111,14 +122,16 @@ def build_self_teacher(trainer: Any, section: TeacherSection) -> tuple[LocalTeac
     if engine.changes_weights(accelerator) and trainer.args.teacher.precompute:
         inside = None
     if inside is not None:
-        pairs = partial(_adapter_pairs, policy, inside)
-        return SelfTeacher(trainer, inside, description), _average(trainer, pairs, section.ema) if follows else None
+        with_adapter = SelfTeacher(trainer, inside, description)
+        if follows:
+            with_adapter.average = _average(trainer, partial(_adapter_pairs, policy, inside), section.ema)
+        return with_adapter
     whole = sharded.copied(policy, accelerator)
     teacher = LocalTeacher(whole if follows else round_products(whole, accelerator), accelerator, section.offload)
     teacher.description = description
-    if not follows:
-        return teacher, None
-    return teacher, _average(trainer, lambda: _weight_pairs(teacher.model, policy), section.ema)
+    if follows:
+        teacher.average = _average(trainer, lambda: _weight_pairs(teacher.model, policy), section.ema)
+    return teacher
 
 
 def check_average(dtypes: Iterable[torch.dtype]) -> None:

@@ -25,6 +25,7 @@ from ..data.lengths import full_lengths
 from ..errors import InputError
 from ..generation.completions_client import PLAIN, Server, ServerError, at_once, together
 from ..models import load
+from ..models.frozen import FrozenModel
 from ..models.policy import terminal_ids_of
 from ..models.section import ModelSection, TeacherSection
 from .inputs import TeacherBatch, teacher_batch
@@ -42,6 +43,7 @@ class ServedTeacher:
     name = ""
     dense = False
     aligner: Aligner | None = None
+    models: tuple[FrozenModel, ...] = ()
 
     def __init__(self, trainer: Any, section: TeacherSection, key: str = "teacher"):
         self.trainer, self.section, self.key_of_url = trainer, section, f"{key}.url"
@@ -95,8 +97,7 @@ class ServedTeacher:
 
         return together(ask)  # an answer that will not do ends all ranks, not the one whose rows it is of
 
-    @staticmethod
-    def join_collective() -> None:
+    def join_collective(self, batch: MicroBatch) -> None:
         """Take part in `signal` on a rank that has no token of this teacher."""
         together(lambda: None)
 
@@ -220,7 +221,7 @@ class ServedTeacher:
         some = [round(row[token], 1) for row, token in zip(rows[::4], ids[8::4], strict=True)]
         return f"served {self.model} {self.root} {gather_object([some])[0]}"
 
-    def ends(self, tokenizer: Any, template_kwargs: dict | None) -> list[int]:
+    def ends(self, tokenizer: Any, template_kwargs: dict[str, Any] | None) -> list[int]:
         """The ids that end an answer, as far as its folder says."""
         return terminal_ids_of(load.generation_config_of(self.section), tokenizer, template_kwargs)
 

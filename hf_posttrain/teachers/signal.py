@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..batching.micro_batch import MicroBatch
 from ..data.align import Aligner
+from ..models.frozen import FrozenModel
 from ..scoring.teacher_tiles import TeacherLogits
 from .batch import TeacherBatch
 from .eos import MergedEOS
@@ -106,6 +107,10 @@ class Teacher(Protocol):
     """Whether it gives its whole distribution; a server gives only its top k."""
     aligner: Aligner | None
     """Of a teacher with another tokenizer."""
+    vocabulary: int
+    """Number of its token ids. Those that the student lacks are left out."""
+    models: Sequence[FrozenModel]
+    """Its models in memory: the trainer chooses a layout that suits them too, and checks how they score."""
 
     def signal(self, batch: MicroBatch, request: Request) -> TeacherSignal:
         """Return what the teacher says about the scored tokens of a batch. All ranks call it."""
@@ -115,11 +120,17 @@ class Teacher(Protocol):
         """Return the signals of a whole window where that is faster than one batch at a time; otherwise None."""
         ...
 
+    def join_collective(self, batch: MicroBatch) -> None:
+        """Take part in what all ranks do in `signal`, on a rank without tokens for this teacher. Only called for one of
+        several teachers.
+        """
+        ...
+
     def key(self) -> Any:
         """Return what distinguishes its scores from those of another teacher, for caches."""
         ...
 
-    def ends(self, tokenizer: Any, template_kwargs: dict | None) -> list[int]:
+    def ends(self, tokenizer: Any, template_kwargs: dict[str, Any] | None) -> list[int]:
         """Return the ids that end an answer."""
         ...
 

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, set_seed
 
+from ..capabilities import Feature, check_features, option_features
 from ..data.as_written import from_rows
 from ..data.images import hold_images, read_by
 from ..data.lengths import check_length_known, seeded_sampler, warn_if_too_long, with_lengths
@@ -53,7 +54,7 @@ from .stateful import Stateful
 from .step import StepMixin
 
 logger = logging.getLogger(__name__)
-Rows: TypeAlias = datasets.Dataset | datasets.IterableDataset | Sequence[dict]
+Rows: TypeAlias = datasets.Dataset | datasets.IterableDataset | Sequence[dict[str, Any]]
 
 
 class _SecondByPosition(abc.ABCMeta):
@@ -129,6 +130,8 @@ class PostTrainer(StepMixin, EvaluationMixin, SavingMixin, ResumeMixin, metaclas
         always = args.train_vision or bool(launch.asked(args).shards)
         seen = None if reader is None else Pictures.of(self.scored[0], reader, always)
         collator = self.collator_class(self.examples, layout, row_multiple(self.scored), pictures=seen)
+        if seen is not None:
+            check_features(option_features(args) | {Feature.IMAGES: "images"})
         with launch.main_process_first(args):
             train = with_lengths(self.prepare(train_dataset, self.tokenizer, args, "train"), args)
             warn_if_too_long(train, self.scored[0].config, args)

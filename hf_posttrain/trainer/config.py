@@ -5,8 +5,9 @@ import logging
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
 
 import torch
 from transformers import Trainer, TrainingArguments, get_scheduler
@@ -15,6 +16,7 @@ from transformers.utils.import_utils import enable_tf32, is_torch_tf32_available
 from ..engines import sequence
 from ..engines.launch import check_engine
 from ..errors import InputError, nearest, shown
+from ..options import option
 from . import rules
 from .method import Method
 from .option_group import OptionKind
@@ -28,6 +30,10 @@ _READ_AT_ONCE = {
 }  # fmt: skip
 """Options that transformers and Accelerate read when a Config is made, and not again."""
 SWITCH: dict[str, Any] = {"nargs": "?", "const": True}  # HfArgumentParser takes --bf16 and --bf16 true
+
+
+_CHECKED: ContextVar[bool] = ContextVar("checked", default=False)
+"""Whether the options that a Config is being built from were checked before."""
 
 
 class _Named(type):
@@ -53,73 +59,109 @@ class PostTrainConfig(TrainingArguments, metaclass=_Named):
     """The row of the table of methods that these are the options of."""
     of_python: ClassVar[tuple[str, ...]] = ("model_init_kwargs", "trust_remote_code", "no_remove_unused_columns")
     """Fields that are no keys of a recipe."""
-    logging_steps: float = 10
-    """Steps between logs; below 1, a share of all steps."""
-    activation_checkpointing: bool | None = field(default=None, metadata=SWITCH)
-    """Recompute activations in the backward: less memory, a third more compute. None: yes, as in TRL, but for a recipe
-    on a GPU that by `--check`'s estimate has room without."""
-    activation_checkpointing_kwargs: dict[str, Any] | str | None = None
-    """Options of that, such as {offload: true}."""
-    gradient_checkpointing: bool | None = field(default=None, metadata=SWITCH)
-    """The older name of activation_checkpointing, read where that is not given."""
-    gradient_checkpointing_kwargs: dict[str, Any] | str | None = None
-    """The older name of activation_checkpointing_kwargs."""
-    bf16: bool | None = field(default=None, metadata=SWITCH)  # type: ignore[assignment]
-    """bf16 autocast; None: on where the GPU has it (and fp16 is not set), off on CPU."""
-    fsdp: str | None = field(default=None, metadata=SWITCH)
-    """True: FSDP2, tuned by fsdp_config; accelerate_configs/fsdp2.yaml is the usual way."""
-    resume_from_checkpoint: str | None = field(default=None, metadata=SWITCH)
-    """A checkpoint's folder, auto (the newest complete one of output_dir, or a fresh start) or true (it must exist)."""
-    remove_unused_columns: bool = False
-    """Our collators read their own columns; leave it off."""
-    no_remove_unused_columns: bool = False
-    """Accept `--no_remove_unused_columns` of a command line, which changes nothing: columns are always kept."""
-    logging_nan_inf_filter: bool = False
-    """Hide non-finite losses from the logged mean (HF's default); off, they are shown and their step is named."""
-    max_length: int | None = 1024
-    """Longest prompt + completion in tokens: the prompt is cut first, from its left, to half; None: no limit."""
-    torch_compile: bool = field(default=False, metadata=SWITCH)
-    """Compile the decoder layers, once for all shapes of batches: quicker on a GPU after some minutes."""
-    use_liger_kernel: bool = field(default=False, metadata=SWITCH)
-    """Liger's kernels in the layers (GPU; needs liger-kernel). The head stays ours, which is fused already."""
-    merge_lora: bool = False
-    """Save the model at the end with its adapter merged into the base, as one plain model."""
-    layout: str = "auto"
-    """How examples are laid out: auto, shared (a prompt once for all its answers), packed or padded. Same numbers."""
-    dataset_num_proc: int | None = None
-    """Processes that tokenise; the rows and their cache are the same for any number."""
-    dataset_text_field: str = "text"
-    """Column of plain text, for methods that train on whole texts."""
-    chat_template_kwargs: dict[str, Any] | None = None
-    """Passed to the chat template, for instance {enable_thinking: false}."""
-    apply_chat_template: bool = False
-    """Plain-string prompts become a user turn and their answers an assistant's, in the model's chat template."""
-    reasoning: str | None = None
-    """What assistants thought, under reasoning_content, thinking or reasoning, or in <think> tags: keep it as the chat
-    template reads it, or drop it; None: rows go to the template as they are."""
-    image_folder: str | None = None
-    """Folder where relative paths of pictures start; None: the current one."""
-    train_vision: bool = False
-    """Train the tower for pictures too, and what joins it to the language model, with LoRA or without."""
-    disable_dropout: bool = False
-    """Set every dropout of the policy to 0, LoRA's included, and routers to no jitter."""
-    router_aux_loss_coef: float | None = None
-    """Weight of the experts' load-balancing loss; None: the model's own where its config has output_router_logits."""
-    stop_on: list[str] | str | None = None
-    """Warnings that end the run, one or a list: nan, chosen_falling, kl_zero, no_learning, clipped_rollouts,
-    empty_rollouts, no_eos, label_leak, as `watch` describes them. Nothing more is saved then."""
-    eval_exact_match: bool = False
-    """In each evaluation, answer the prompts greedily and log eval_exact_match of the final answers."""
-    eval_max_completion_length: int = 256
-    """Longest answer in that evaluation, in tokens."""
-    resume_despite: list[str] | str | None = None
-    """Resume a checkpoint though these differ from the run that wrote it: names as the refusal lists them."""
-    model_init_kwargs: dict[str, Any] | None = None
-    """Arguments of `from_pretrained` for a model that is given by name. A recipe has them in its model section."""
-    trust_remote_code: bool = False
-    """Run Python code that comes with a model that is given by name. A recipe has it in its model section."""
+    logging_steps: float = option(10, "Steps between logs; below 1, a share of all steps.")
+    activation_checkpointing: bool | None = option(
+        None,
+        "Recompute activations in the backward: less memory, a third more compute. None: yes, as in TRL, but for a "
+        "recipe on a GPU that by `--check`'s estimate has room without.",
+        **SWITCH,
+    )
+    activation_checkpointing_kwargs: dict[str, Any] | str | None = option(
+        None, "Options of that, such as {offload: true}."
+    )
+    gradient_checkpointing: bool | None = option(
+        None, "The older name of activation_checkpointing, read where that is not given.", **SWITCH
+    )
+    gradient_checkpointing_kwargs: dict[str, Any] | str | None = option(
+        None, "The older name of activation_checkpointing_kwargs."
+    )
+    bf16: bool | None = option(  # type: ignore[assignment]
+        None, "bf16 autocast; None: on where the GPU has it (and fp16 is not set), off on CPU.", **SWITCH
+    )
+    fsdp: str | None = option(
+        None, "True: FSDP2, tuned by fsdp_config; accelerate_configs/fsdp2.yaml is the usual way.", **SWITCH
+    )
+    resume_from_checkpoint: str | None = option(
+        None,
+        "A checkpoint's folder, auto (the newest complete one of output_dir, or a fresh start) or true (it must "
+        "exist).",
+        **SWITCH,
+    )
+    remove_unused_columns: bool = option(False, "Our collators read their own columns; leave it off.")
+    no_remove_unused_columns: bool = option(
+        False, "Accept `--no_remove_unused_columns` of a command line, which changes nothing: columns are always kept."
+    )
+    logging_nan_inf_filter: bool = option(
+        False,
+        "Hide non-finite losses from the logged mean (HF's default); off, they are shown and their step is named.",
+    )
+    max_length: int | None = option(
+        1024, "Longest prompt + completion in tokens: the prompt is cut first, from its left, to half; None: no limit."
+    )
+    torch_compile: bool = option(
+        False,
+        "Compile the decoder layers, once for all shapes of batches: quicker on a GPU after some minutes.",
+        **SWITCH,
+    )
+    use_liger_kernel: bool = option(
+        False,
+        "Liger's kernels in the layers (GPU; needs liger-kernel). The head stays ours, which is fused already.",
+        **SWITCH,
+    )
+    merge_lora: bool = option(
+        False, "Save the model at the end with its adapter merged into the base, as one plain model."
+    )
+    layout: str = option(
+        "auto",
+        "How examples are laid out: auto, shared (a prompt once for all its answers), packed or padded. Same numbers.",
+    )
+    dataset_num_proc: int | None = option(
+        None, "Processes that tokenise; the rows and their cache are the same for any number."
+    )
+    dataset_text_field: str = option("text", "Column of plain text, for methods that train on whole texts.")
+    chat_template_kwargs: dict[str, Any] | None = option(
+        None, "Passed to the chat template, for instance {enable_thinking: false}."
+    )
+    apply_chat_template: bool = option(
+        False, "Plain-string prompts become a user turn and their answers an assistant's, in the model's chat template."
+    )
+    reasoning: str | None = option(
+        None,
+        "What assistants thought, under reasoning_content, thinking or reasoning, or in <think> tags: keep it as the "
+        "chat template reads it, or drop it; None: rows go to the template as they are.",
+    )
+    image_folder: str | None = option(None, "Folder where relative paths of pictures start; None: the current one.")
+    train_vision: bool = option(
+        False, "Train the tower for pictures too, and what joins it to the language model, with LoRA or without."
+    )
+    disable_dropout: bool = option(
+        False, "Set every dropout of the policy to 0, LoRA's included, and routers to no jitter."
+    )
+    router_aux_loss_coef: float | None = option(
+        None,
+        "Weight of the experts' load-balancing loss; None: the model's own where its config has output_router_logits.",
+    )
+    stop_on: list[str] | str | None = option(
+        None,
+        "Warnings that end the run, one or a list: nan, chosen_falling, kl_zero, no_learning, clipped_rollouts, "
+        "empty_rollouts, no_eos, label_leak, as `watch` describes them. Nothing more is saved then.",
+    )
+    eval_exact_match: bool = option(
+        False, "In each evaluation, answer the prompts greedily and log eval_exact_match of the final answers."
+    )
+    eval_max_completion_length: int = option(256, "Longest answer in that evaluation, in tokens.")
+    resume_despite: list[str] | str | None = option(
+        None, "Resume a checkpoint though these differ from the run that wrote it: names as the refusal lists them."
+    )
+    model_init_kwargs: dict[str, Any] | None = option(
+        None,
+        "Arguments of `from_pretrained` for a model that is given by name. A recipe has them in its model section.",
+    )
+    trust_remote_code: bool = option(
+        False, "Run Python code that comes with a model that is given by name. A recipe has it in its model section."
+    )
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         spelt: Any = {"true": True, "false": None}  # as a command line has them
         self.resume_from_checkpoint = spelt.get(str(self.resume_from_checkpoint).lower(), self.resume_from_checkpoint)
         self.report_to = "none" if self.report_to is None else self.report_to
@@ -210,9 +252,18 @@ class PostTrainConfig(TrainingArguments, metaclass=_Named):
         self._validate()
         self.keep_changes()
 
+    @classmethod
+    def of_checked(cls, **options: Any) -> Self:
+        """Build a Config from options that `rules.problems` has found nothing wrong with."""
+        token = _CHECKED.set(True)
+        try:
+            return cls(**options)
+        finally:
+            _CHECKED.reset(token)
+
     def _validate(self) -> None:
         """Raise InputError for the first problem of the options, and build their groups."""
-        for _, problem in rules.problems(self, self.method):
+        for _, problem in () if _CHECKED.get() else rules.problems(self, self.method):
             raise InputError(problem)
         for key, group in self.method.groups.items():
             setattr(self, key, group.build(key, getattr(self, key)))
@@ -221,6 +272,19 @@ class PostTrainConfig(TrainingArguments, metaclass=_Named):
         """Return the options as plain values, as TrainingArguments does."""
         groups = {key: value.to_dict() for key, value in vars(self).items() if isinstance(value, OptionKind)}
         return super().to_dict() | groups
+
+
+@dataclass
+class ReferenceOptions(PostTrainConfig):
+    """Options of methods with a reference."""
+
+    precompute_ref_log_probs: bool | None = option(
+        None,
+        "Score the data with the reference once, before training, into a cache on disk. True: and keep no second model "
+        "while training; None: where more than one pass over the data is planned.",
+        **SWITCH,
+    )
+    precompute_ref_batch_size: int | None = option(None, "Batch size of that; None: per_device_eval_batch_size.")
 
 
 def _try_optimizer(config: PostTrainConfig) -> None:

@@ -69,7 +69,7 @@ class TrainerInterface(Trainer):
     # ---- what a method defines
 
     @staticmethod
-    def examples(row: dict) -> list[Example]:
+    def examples(row: dict[str, Any]) -> list[Example]:
         """Return the examples of a prepared row: a prompt with its branches, and columns that the losses read."""
         raise NotImplementedError
 

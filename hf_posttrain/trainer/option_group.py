@@ -6,12 +6,13 @@ A group without a selector has one kind and is written as a mapping of options. 
 """
 
 import dataclasses
-import json
+import importlib
 import typing
 from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
+import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from ..errors import InputError, nearest, shown
@@ -38,6 +39,13 @@ class OptionKind:
     """Name of this kind."""
     limits: ClassVar[Mapping[str, Limit]] = {}
     """Option -> limit of its number."""
+    implementation: ClassVar[str] = ""
+    """`module:name` of the class with these options, in a subpackage of hf_posttrain."""
+
+    def load(self) -> Any:
+        """Import the implementation."""
+        module, _, name = self.implementation.partition(":")
+        return getattr(importlib.import_module(f"..{module}", __package__), name)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the mapping that the group is written as."""
@@ -47,10 +55,6 @@ class OptionKind:
     def described(self) -> dict[str, Any]:
         """Return what the results of a run depend on."""
         return self.to_dict()
-
-    def changed(self, **options: Any) -> Self:
-        """Return a copy with other values of some options."""
-        return dataclasses.replace(self, **options)
 
 
 class OptionGroup:
@@ -76,7 +80,7 @@ class OptionGroup:
             yield (key,), f"{key} requires {key}.{self.selector}, which is one of {', '.join(self.kinds)}"
             return
         name = mapping.pop(self.selector, next(iter(self.kinds)))
-        if name not in self.kinds:
+        if not isinstance(name, str) or name not in self.kinds:
             hint = nearest(str(name), self.kinds, listed=False)
             yield (f"{key}.{self.selector}", key), f"{key}={name!r} is not one of {', '.join(self.kinds)}{hint}"
             return
@@ -108,8 +112,8 @@ class OptionGroup:
 
     def build(self, key: str, value: Any) -> Any:
         """Return the instance that the value of the option `key` stands for. Raises InputError if it has a problem."""
-        if isinstance(value, OptionKind) or (value is None and self.optional):
-            return value
+        if value is None and self.optional:
+            return None
         for _, problem in self.problems(key, value):
             raise InputError(problem)
         mapping: Any = self.as_mapping(value)
@@ -123,12 +127,13 @@ class OptionGroup:
             return None
         mapping = self.as_mapping(value) or {}
         kind = self.kinds.get(mapping.get(self.selector, ""), next(iter(self.kinds.values())))
-        return kind(**{option: mapping[option] for option in _names(kind) if option in mapping})
+        required = {field.name: "" for field in dataclasses.fields(kind) if field.default is dataclasses.MISSING}
+        return kind(**required | {option: mapping[option] for option in _names(kind) if option in mapping})
 
     def as_mapping(self, value: Any) -> dict[str, Any] | None:
         """Return a new mapping of the options that a value gives, None for a value of another type.
 
-        On a command line the value is a text of JSON.
+        On a command line the value is a text of YAML or JSON.
         """
         if value is None:
             return {}
@@ -136,8 +141,8 @@ class OptionGroup:
             return value.to_dict()
         if isinstance(value, str) and value.lstrip().startswith("{"):
             try:
-                value = json.loads(value)
-            except ValueError:
+                value = yaml.safe_load(value)
+            except yaml.YAMLError:
                 return None
         if isinstance(value, str) and self.selector:
             return {self.selector: value}

@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from ..capabilities import Feature, conflict, conflicts, option_features
 from ..data.template import switch_problem
 from ..errors import InputError, nearest
 from ..watch import symptoms
@@ -213,6 +214,7 @@ def problems(values: Any, method: Method) -> Iterator[Problem]:
         yield from beyond(limits, values)
         for rule in rules:
             yield from rule(values)
+    yield from conflicts(option_features(values))
     yield from stops(values.stop_on, method)
 
 
@@ -244,7 +246,7 @@ def instead_of(name: str, reader: str, owner: str = "") -> str | None:
     """What to use instead of a name that TRL or older transformers have and we lack. reader: "recipe" or "python";
     owner: the Config that it was given to, which may have a meaning of its own."""
     if name in RENAMED:
-        return f"its name is now {RENAMED[name]}"
+        return f"its name is now {RENAMED[name]}, of methods with {RENAMED[name].partition('.')[0]}"
     known = _renamed().get(name)
     if not isinstance(known, dict):
         return known
@@ -290,10 +292,7 @@ def merge_problem(has_adapter: bool, quantised: bool) -> str | None:
     """Why merge_lora cannot be honoured for such a model; None where it can."""
     if not has_adapter:
         return "merge_lora: true needs model.lora or model.adapter (peft_config), the adapter to merge"
-    if quantised:
-        instead = "drop merge_lora, and merge into the full-precision base afterwards"
-        return f"merge_lora: true: a quantised base would round the adapter away: {instead}"
-    return None
+    return conflict(Feature.MERGE_LORA, Feature.QUANTIZED) if quantised else None
 
 
 def beyond(limits: Mapping[str, Limit], values: Any) -> Iterator[Problem]:

@@ -139,9 +139,14 @@ def differences(
 
 def _with_groups(then: Mapping[str, Any], groups: Mapping[str, OptionGroup]) -> Mapping[str, Any]:
     """Return a description of a run whose options are in groups, which the last release described one by one."""
-    if not RENAMED.keys() & then.keys():
+    rounds = then.get("rounds")
+    if isinstance(rounds, dict) and "rollout" in rounds:
+        program = {"transformers": "policy"}.get(rounds["rollout"], rounds["rollout"])
+        rounds = {key: value for key, value in rounds.items() if key != "rollout"} | {"sampler": program}
+        then = {**then, "rounds": rounds}
+    if not groups or not RENAMED.keys() & then.keys():
         return then
-    values, _ = with_new_names(then, groups, groups)
+    values, _ = with_new_names(then, groups, {*groups, "beta"})
     old = {key: group.restore(values.get(key)) for key, group in groups.items()}
     return values | {key: options.described() for key, options in old.items() if options is not None}
 

@@ -359,7 +359,7 @@ class SavingMixin(TrainerInterface):
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
-    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """HF's, and the generation config with the trained turn end, next to an adapter too."""
         folder = Path(output_dir or self.args.output_dir)
         exact = any(tensor.dtype == torch.float32 for tensor in (state_dict or {}).values())

@@ -23,7 +23,7 @@ from .router import balancing_loss
 Batch = TypeVar("Batch", bound=MicroBatch)
 
 
-def as_written(args: Any) -> AbstractContextManager:
+def as_written(args: Any) -> AbstractContextManager[Any]:
     """Inside, compiled layers run as they are written: in generation every token is another shape, and a check in
     float32 another dtype."""
     return torch.compiler.set_stance("force_eager") if args.torch_compile else nullcontext()
@@ -32,7 +32,7 @@ def as_written(args: Any) -> AbstractContextManager:
 class StepMixin(TrainerInterface):
     """Methods of `PostTrainer` for one optimizer step."""
 
-    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list, Any]:
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
         """Return the micro-batches of an optimizer step, with `row_weights` and after `prepare_window`, and the number
         of tokens or examples over which their loss is averaged, on all ranks.
         """

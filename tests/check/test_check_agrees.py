@@ -152,10 +152,10 @@ REFUSED = {
     "auto_of_one_label": (plain("kto", "good", loss_type="bco", desirable_weight="auto"), "auto needs both labels"),
     "few_rows": (plain("sft", "one", dataloader_drop_last=True), "1 rows do not fill a batch of 2"),
     "short_stream": (streamed(plain("sft", gradient_accumulation_steps=3)), "4 rows, and a step takes 6"),
-    "grouped_stream": (streamed(plain("sft", train_sampling_strategy="group_by_length")), "not a stream"),
-    "referenced_stream": (streamed(plain("dpo", precompute_ref_log_probs=True)), "not a stream"),
-    "taught_stream": (streamed(plain("kd", teacher={"top_k": 5, "precompute": True})), "not a stream"),
-    "frozen_stream": (streamed(plain("opd", rollouts="frozen")), "rollouts: frozen needs a data set of known length"),
+    "grouped_stream": (streamed(plain("sft", train_sampling_strategy="group_by_length")), "cannot be combined"),
+    "referenced_stream": (streamed(plain("dpo", precompute_ref_log_probs=True)), "cannot be combined"),
+    "taught_stream": (streamed(plain("kd", teacher={"top_k": 5, "precompute": True})), "cannot be combined"),
+    "frozen_stream": (streamed(plain("opd", rollouts="frozen")), "rollouts: frozen cannot be combined with a stream"),
 }  # fmt: skip
 
 

@@ -96,7 +96,7 @@ def test_training_rows_are_packed_and_evaluation_rows_are_not(tmp_path):
 def test_streams_are_not_packed(tmp_path):
     stream = token_rows("sft").to_iterable_dataset()
     assert isinstance(stream, datasets.IterableDataset)
-    with pytest.raises(InputError, match="packing needs a data set of known length"):
+    with pytest.raises(InputError, match="packing cannot be combined with a stream of rows"):
         trainer_for("sft", tiny_model(), stream, tmp_path, packing=True, max_length=40)
 
 

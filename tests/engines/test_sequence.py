@@ -210,7 +210,7 @@ def test_what_cannot_be_cut_is_refused():
     said = on_two(refusals, "zero3")[0]
     for name, words in {
         "dpo": "not there for method dpo", "ddp": "ZeRO stage 2 or 3", "zero1": "ZeRO stage 2 or 3", "ranks": "not 2",
-        "shared": "layout: padded", "packing": "packing: false", "exact_match": "eval_exact_match: false",
+        "shared": "layout: padded", "packing": "packing cannot be combined", "exact_match": "eval_exact_match cannot",
         "noise": "neftune_noise_alpha", "context": "use sp_size", "eager": "needs sdpa",
         "window": "layers that are sliding_attention with sdpa", "gpt2": "no num_key_value_heads",
         "router": "router_aux_loss_coef: 0",

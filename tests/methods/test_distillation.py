@@ -348,7 +348,7 @@ def test_a_missing_teacher_and_the_student_itself_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("method", "config", "message"),
     [
-        ("opd", {"lmbda": 0.5, "loss_type": "policy_gradient"}, "biased on data"),
+        ("opd", {"lmbda": 0.5, "loss_type": "policy_gradient"}, "biased on tokens that another policy sampled"),
         ("opd", {"loss_type": "kl"}, "is not one of"), ("opd", {"discount": 0.5}, "OPDConfig has no discount"),
         ("opd", {"temperature": 0.0}, "must be positive"), ("kd", {"temperature": 1e-40}, "must be positive"),
         ("opd", {"lmbda": 1.5}, r"not in \[0, 1\]"), ("kd", {"adam_epsilon": 1e-50}, "must be at least 1e-38"),

@@ -231,7 +231,7 @@ def test_bco_shift_is_the_mean_reward_of_the_windows_before(tmp_path):
 
 
 def test_streams_are_refused(tmp_path):
-    with pytest.raises(InputError, match="not a stream"):
+    with pytest.raises(InputError, match="cannot be combined with a stream"):
         trainer_for("kto", tiny_model(), token_rows("kto").to_iterable_dataset(), tmp_path)
 
 

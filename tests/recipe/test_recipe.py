@@ -11,10 +11,12 @@ from typing import Literal
 import pytest
 
 from hf_posttrain.errors import InputError
-from hf_posttrain.methods import METHODS
+from hf_posttrain.methods import METHODS, config_class
 from hf_posttrain.models import adapters
+from hf_posttrain.recipe import rules as of_recipe
 from hf_posttrain.recipe.read import load_recipe, read_recipe, train_config
 from hf_posttrain.recipe.sections import Recipe
+from hf_posttrain.trainer import rules
 
 REPOSITORY = Path(__file__).parents[2]
 DPO = """\
@@ -414,3 +416,26 @@ def test_lora_has_its_types_and_one_name_for_each_value(tmp_path):
     section.lora |= {"lora_alpha": 2}
     with pytest.raises(InputError, match=r"a\.yaml:4: model\.lora gives alpha or dropout under two names"):
         adapters.lora_config(section, "a.yaml:4")
+
+
+def test_the_rules_of_a_recipe_run_once(recipe, monkeypatch):
+    """By `load_recipe`; a Config of a section that has changed since is checked by itself."""
+    calls, problems = [], rules.problems
+    monkeypatch.setattr(of_recipe, "problems", lambda *args: calls.append("recipe") or problems(*args))
+    monkeypatch.setattr(rules, "problems", lambda *args: calls.append("config") or problems(*args))
+    loaded = recipe()
+    loaded.train |= {"output_dir": "out", "use_cpu": True}
+    loaded.checked = dict(loaded.train)
+    dpo = config_class(METHODS["dpo"])
+    assert train_config(loaded, dpo).beta == 0.2
+    assert calls == ["recipe"]
+    loaded.train["warmup_steps"] = -1
+    with pytest.raises(InputError, match="warmup_steps=-1 must be at least 0"):
+        train_config(loaded, dpo)
+    assert calls == ["recipe", "config"]
+
+
+def test_a_sampler_of_rounds_is_written_with_its_kind(recipe):
+    loaded = recipe(DPO + "rounds: {count: 2, sampler: {kind: vllm_server, base_url: 'http://a:1'}}\n")
+    assert recipe(loaded.to_yaml()).rounds == loaded.rounds
+    assert loaded.rounds.sampler.base_url == "http://a:1"

@@ -147,8 +147,8 @@ def test_check_says_that_a_server_is_not_there(home, capsys):
         ("opd", {"name_or_path": "other"}, None, {}, "student and teacher have different vocabularies"),
         ("opd", {"name_or_path": "other", "own_tokenizer": True}, None, TOP_K, "by chunks of text"),
         ("kd", {"name_or_path": "other", "own_tokenizer": True}, None, {"temperature": 2.0}, "temperature=2 cannot be"),
-        ("opd", {**LOCAL, "prompt": HINTED}, None, {"rollouts": "replay"}, "rollouts: replay keeps no rows"),
-        ("kd", {**LOCAL, "prompt": HINTED}, None, {"completion_only_loss": False}, "reads another prompt"),
+        ("opd", {**LOCAL, "prompt": HINTED}, None, {"rollouts": "replay"}, "the replay buffer keeps no rows"),
+        ("kd", {**LOCAL, "prompt": HINTED}, None, {"completion_only_loss": False}, "another text before the answer"),
         ("opd", LOCAL, None, {"sampler": {"prefetch": True}}, "not an option of kind policy. It is an"),
     ],
 )  # fmt: skip

@@ -268,7 +268,7 @@ def test_references_of_streams_are_not_scored_beforehand(streamed, tmp_path):
     trainer.train()
     assert trainer.state.global_step == 5
     assert evaluated is None or trainer.evaluate()
-    with pytest.raises(InputError, match="needs a data set of known length"):
+    with pytest.raises(InputError, match="precompute_ref_log_probs cannot be combined with a stream of rows"):
         trainer_for("dpo", tiny_model(), train, tmp_path, eval_rows=evaluated, precompute_ref_log_probs=True)
 
 

@@ -588,7 +588,7 @@ def test_the_rank_is_rounded_up_to_one_that_vllm_has():
 def test_a_quantised_student_is_refused(sampler, tmp_path):
     trainer, _ = opd(sampler, tmp_path)
     trainer.model.is_quantized = True
-    with pytest.raises(InputError, match="takes no quantised student"):
+    with pytest.raises(InputError, match="a vLLM sampler cannot be combined with a quantized student"):
         VLLMInProcessSampler(trainer)
 
 
@@ -676,7 +676,8 @@ def test_the_command_refuses_before_weights_are_loaded(tmp_path, monkeypatch, ca
     assert "command line: sampler.base_url: no server answers at" in line(server)
     assert "no server answers" in line(server, "model.lora={r: 8}")
     assert "opd.yaml:5: vLLM cannot serve LoRA with use_dora=True" in line("model.lora={use_dora: true}")
-    assert "train.sampler: vLLM takes no quantised" in line("model.lora={r: 8}", "model.quantization=4bit")
+    quantized = line("model.lora={r: 8}", "model.quantization=4bit")
+    assert "a vLLM sampler cannot be combined with a quantized student" in quantized
     assert "train.use_vllm does not exist: use sampler: vllm_colocate or vllm_server" in line("train.use_vllm=true")
 
 

@@ -534,8 +534,8 @@ def test_answers_to_pictures_train_with_them(method, tmp_path):
 
 @pytest.mark.parametrize(
     ("changes", "said"),
-    [({"judge": {"by": "teacher", "name": "x"}}, "is shown no pictures yet"),
-     ({"sampler": {"kind": "vllm_server", "base_url": "http://x"}}, "vLLM does not support images yet")],
+    [({"judge": {"by": "teacher", "name": "x"}}, "a judge that is a model cannot be combined with images"),
+     ({"sampler": {"kind": "vllm_server", "base_url": "http://x"}}, "a vLLM sampler cannot be combined with images")],
 )  # fmt: skip
 def test_what_is_shown_no_pictures_is_refused(changes, said, tmp_path):
     model, tokenizer = seeing("qwen3_vl")
@@ -766,7 +766,7 @@ def test_labels_that_are_all_one_leave_class_weights_as_they_are(tmp_path, caplo
         ("sft", {"pair": {"margin": 1.0}}, {}, "margin is of pairs and labels"),
         ("dpo", {"pair": {"threshold": 1.0}}, {}, "threshold is of labels"),
         ("sft", {"sampler": "vllm_server"}, {}, "sampler requires sampler.base_url"),
-        ("dpo", {}, {"precompute_ref_log_probs": True}, "not known beforehand"),
+        ("dpo", {}, {"precompute_ref_log_probs": True}, "cannot be combined with rounds"),
         ("sft", {"max_completion_length": 60}, {}, "leaves no prompt"),
         ("sft", {"judge": {"by": "model"}}, {}, "name is missing"),
         ("sft", {"judge": "exact_match", "pair": {"threshold": 1.5}}, {}, "scores of exact_match are from 0 to 1"),

@@ -274,14 +274,14 @@ def test_a_served_teacher_with_its_own_tokenizer_is_as_a_local_one(method, other
     [
         ("opd", {"teacher": {"tokenizer": "x", "top_k": 5}}, "teacher.top_k cannot be combined .* compared by chunks"),
         ("opd", {"loss_type": "policy_gradient", "reward": {"function": "exact_match"}, "num_generations": 2},
-         "reward cannot be combined with a teacher that has its own tokenizer"),
-        ("opd", {"rollouts": "replay"}, "tokenizer estimates from tokens that the current policy sampled"),
-        ("opd", {"rollouts": "frozen"}, "tokenizer estimates from tokens that the current policy sampled"),
+         "reward cannot be combined with a teacher with its own tokenizer"),
+        ("opd", {"rollouts": "replay"}, "requires tokens that the current policy sampled"),
+        ("opd", {"rollouts": "frozen"}, "requires tokens that the current policy sampled"),
         ("opd", {"teacher": {"names": "maths"}}, "teacher.names must be a list of texts or null, not 'maths'"),
         ("kd", {"teacher": {"names": [1]}}, r"teacher.names must be a list of texts or null, not \[1\]"),
-        ("kd", {"temperature": 2.0}, "temperature=2 cannot be combined with a teacher that has its own tokenizer"),
-        ("kd", {"completion_only_loss": False}, "reads another prompt"),
-        ("kd", {"teacher": {"names": ["a"], "tokenizer": {"a": "x"}}}, "cannot be combined with teacher.names"),
+        ("kd", {"temperature": 2.0}, "temperature=2 cannot be combined with a teacher with its own tokenizer"),
+        ("kd", {"completion_only_loss": False}, "reads another text before the answer"),
+        ("kd", {"teacher": {"names": ["a"], "tokenizer": {"a": "x"}}}, "several teachers cannot be combined"),
     ],
 )
 def test_contradictions_are_refused(method, config, message, tmp_path):

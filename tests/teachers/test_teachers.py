@@ -26,6 +26,7 @@ from vllm_for_tests import Serving
 from hf_posttrain.errors import InputError
 from hf_posttrain.generation.completions_client import ServerError
 from hf_posttrain.models.section import TeacherSection
+from hf_posttrain.teachers.local import LocalTeacher
 from hf_posttrain.teachers.self_teacher import MovingAverage
 from hf_posttrain.trainer import stateful
 
@@ -311,7 +312,7 @@ def test_an_average_of_low_precision_is_refused(tmp_path):
         ({"self": "ema", "ema": 7.0}, {"teacher": {"prompt": "x"}}, "teacher_model.ema=7 is not in"),
         ({"self": "start", "name_or_path": "x"}, {"teacher": {"prompt": "x"}}, "with teacher_model.self the student"),
         ({"self": "ema"}, {"teacher": {"prompt": "x", "top_k": 4, "precompute": True}, "rollouts": "frozen"},
-         "teacher.precompute would keep the scores of the start, and self: ema changes"),
+         "teacher.precompute cannot be combined with teacher.self: ema"),
     ],
 )  # fmt: skip
 def test_a_section_that_would_be_ignored_is_refused(section, config, message, tmp_path):
@@ -379,3 +380,31 @@ def test_an_answer_of_another_form_is_one_line(served, tmp_path, monkeypatch):
                                                                  "prompt_logprobs": [None, *[{"x": {}}] * 99]})
     with pytest.raises(InputError, match=r"gives no prompt_logprobs|answered otherwise than vLLM does"):
         trainer_for("opd", tiny_model(), token_rows("opd"), tmp_path, second=section, teacher={"top_k": 4})
+
+
+# ---- a teacher of the user's own
+
+
+@pytest.mark.parametrize("method", ["kd", "opd"])
+def test_a_function_of_the_trainer_gives_a_teacher(method, tmp_path, monkeypatch):
+    """Alone, and as one of several."""
+    fix_rollouts(monkeypatch)
+    rows = token_rows(method, 6)
+    build = lambda trainer: LocalTeacher(tiny_model(seed=9), trainer.accelerator, False)  # noqa: E731
+    expected = one_step(method, tiny_model(), rows, tmp_path, second=tiny_model(seed=9))
+    assert_same_step(one_step(method, tiny_model(), rows, tmp_path, second=build), expected)
+    rows = rows.add_column("teacher", ["a", "a", "a", "a", "b", "a"])
+    named = {"teacher": {"names": ["a", "b"]}, "per_device_train_batch_size": 2}
+    several = {"a": build, "b": tiny_model(seed=9)}
+    models = {"a": tiny_model(seed=9), "b": tiny_model(seed=9)}
+    expected = one_step(method, tiny_model(), rows, tmp_path, second=models, **named)
+    assert_same_step(one_step(method, tiny_model(), rows, tmp_path, second=several, **named), expected)
+
+
+def test_only_one_of_several_teachers_follows_the_student(tmp_path):
+    rows = token_rows("opd", 4).add_column("teacher", ["a", "b", "a", "b"])
+    second = {"a": TeacherSection(self="ema"), "b": TeacherSection(self="ema")}
+    options = {"names": ["a", "b"], "prompt": {"a": "{{ prompt }}!", "b": "{{ prompt }}?"}}
+    rows = rows.add_column("teacher_prompt_ids", [[1, 2]] * 4)
+    with pytest.raises(InputError, match="only one of several teachers can have self: ema"):
+        trainer_for("opd", tiny_model(), rows, tmp_path, second=second, teacher=options)

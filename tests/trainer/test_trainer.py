@@ -299,7 +299,7 @@ def test_the_order_of_a_stream_is_told(tmp_path, caplog):
     with caplog.at_level(logging.INFO):
         trainer_for("sft", tiny_model(), rows, tmp_path, max_steps=2)
     assert "train: a stream is read in its own order" in caplog.text
-    with pytest.raises(InputError, match="group_by_length needs a data set of known length, not a stream"):
+    with pytest.raises(InputError, match="group_by_length cannot be combined with a stream of rows"):
         trainer_for("sft", tiny_model(), rows, tmp_path, max_steps=2, train_sampling_strategy="group_by_length")
 
 

@@ -9,6 +9,7 @@ from jinja2 import TemplateError, meta
 
 from ...data.template import parsed
 from ...errors import InputError, nearest
+from ...options import option
 from ...trainer.limits import COUNT, POSITIVE, Problem
 from ...trainer.rules import beyond
 
@@ -28,22 +29,27 @@ _NAMES = {  # kind of judge -> what `name` is
 class JudgeSection:
     """Who scores answers: a higher score is a better answer."""
 
-    by: Kind = "exact_match"
-    """exact_match: 1 where the final answer is that of the data; function: one of yours; model: a reward model, that is
-    a sequence classifier with one label; teacher: a model's log-probability per token; url: a language model behind a
-    server with OpenAI's protocol, which compares answers two by two, in both orders."""
-    name: str | None = None
-    """Of function: package.module:name; of model and teacher: a folder or hub name; of url: http://HOST:PORT."""
-    served_model: str | None = None
-    """Of url: which of the server's models; None: the first that it lists. Its key is read from OPENAI_API_KEY."""
-    question: str | None = None
-    """Of url: what is asked, a Jinja template over prompt, first, second and reference."""
-    opponents: int = 4
-    """Of url: with how many others of the same prompt each answer is compared; an odd number is rounded up."""
-    timeout: float = 120.0
-    """Of url: seconds that an answer may take; what takes longer is not judged."""
-    batch_size: int = 16
-    """Of model and teacher: answers that are scored together."""
+    by: Kind = option(
+        "exact_match",
+        "exact_match: 1 where the final answer is that of the data; function: one of yours; model: a reward model, "
+        "that is a sequence classifier with one label; teacher: a model's log-probability per token; url: a language "
+        "model behind a server with OpenAI's protocol, which compares answers two by two, in both orders.",
+    )
+    name: str | None = option(
+        None, "Of function: package.module:name; of model and teacher: a folder or hub name; of url: http://HOST:PORT."
+    )
+    served_model: str | None = option(
+        None,
+        "Of url: which of the server's models; None: the first that it lists. Its key is read from OPENAI_API_KEY.",
+    )
+    question: str | None = option(
+        None, "Of url: what is asked, a Jinja template over prompt, first, second and reference."
+    )
+    opponents: int = option(
+        4, "Of url: with how many others of the same prompt each answer is compared; an odd number is rounded up."
+    )
+    timeout: float = option(120.0, "Of url: seconds that an answer may take; what takes longer is not judged.")
+    batch_size: int = option(16, "Of model and teacher: answers that are scored together.")
 
     def described(self) -> dict[str, Any]:
         """What scores depend on."""
@@ -81,9 +87,9 @@ def judge_problems(judge: JudgeSection) -> Iterator[Problem]:
     if judge.by == "url" and judge.name and not judge.name.startswith(("http://", "https://")):
         yield ("name",), f"name={judge.name!r} is no URL such as http://localhost:8000"
     usual = JudgeSection()
-    for field in ("served_model", "question", "opponents", "timeout"):
-        if getattr(judge, field) != getattr(usual, field) and judge.by != "url":
-            yield (field, "by"), f"{field} is of by: url: set that, or drop {field}"
+    for key in ("served_model", "question", "opponents", "timeout"):
+        if getattr(judge, key) != getattr(usual, key) and judge.by != "url":
+            yield (key, "by"), f"{key} is of by: url: set that, or drop {key}"
     if judge.question is not None:
         try:
             read = meta.find_undeclared_variables(parsed(judge.question))

@@ -1,0 +1,190 @@
+"""What cannot be combined: one table, from which the errors and the table in docs/compatibility.md come.
+
+`option_features` finds the features of a Config. Callers that know more (images, a stream, a teacher on a server) add
+it, and raise or report `conflicts` of the result.
+"""
+
+from collections.abc import Iterator, Mapping
+from enum import StrEnum
+from typing import Any
+
+from .errors import InputError
+
+
+class Feature(StrEnum):
+    """A feature of a run, as errors and docs write it."""
+
+    # rows and model
+    IMAGES = "images"
+    STREAM = "a stream of rows (IterableDataset)"
+    QUANTIZED = "a quantized student"
+    MERGE_LORA = "merge_lora"
+    # every method
+    PACKING = "packing"
+    GROUP_BY_LENGTH = "train_sampling_strategy: group_by_length"
+    EXACT_MATCH = "eval_exact_match"
+    NEFTUNE = "neftune_noise_alpha"
+    ASSISTANT_ONLY = "assistant_only_loss"
+    PROMPT_TRAINED = "completion_only_loss: false"
+    REFERENCE_CACHE = "precompute_ref_log_probs"
+    MISMATCHED_PAIRS = "unpaired preferences"
+    # rollouts
+    OFF_POLICY = "rollouts of another policy (frozen or replay)"
+    CHANGING = "rollouts that change in every step (on_policy or replay)"
+    FROZEN = "rollouts: frozen"
+    REPLAY = "rollouts: replay"
+    VLLM = "a vLLM sampler"
+    PREFETCH = "sampler.prefetch"
+    POLICY_GRADIENT = "loss_type: policy_gradient"
+    DATA_SHARE = "lmbda below 1"
+    NO_ROLLOUTS = "lmbda: 0"
+    REWARD = "reward"
+    ADVANTAGE_WEIGHTS = "token_weights of the advantage"
+    # teachers
+    TEACHER = "a method with a teacher"
+    TOP_K = "teacher.top_k"
+    RESIDUAL = "teacher.top_k_remainder: residual"
+    PRECOMPUTE = "teacher.precompute"
+    SERVED = "a teacher on a server"
+    SEVERAL = "several teachers"
+    OWN_PROMPT = "a teacher with its own prompt"
+    OWN_TOKENIZER = "a teacher with its own tokenizer"
+    MOVING_AVERAGE = "teacher.self: ema"
+    # rounds, engines and commands
+    ROUNDS = "rounds"
+    MODEL_JUDGE = "a judge that is a model"
+    SEQUENCE_PARALLEL = "sequence parallelism"
+    SHARDED = "sharded weights"
+    SAMPLE_URL = "sample --url"
+
+
+_F = Feature
+_IDS = "only token ids are sent"
+_BIASED = "the loss is biased on tokens that another policy sampled"
+_CURRENT = "it requires tokens that the current policy sampled"
+_CHUNKS = "such a teacher is compared by chunks of text"
+_LENGTH = "the number of rows must be known"
+_OTHER_TEXT = "such a teacher reads another text before the answer"
+_ONE_DOCUMENT = "each row must be one document, and rows are split"
+
+CONFLICTS: tuple[tuple[Feature, Feature, str], ...] = (
+    (_F.VLLM, _F.IMAGES, _IDS),
+    (_F.SAMPLE_URL, _F.IMAGES, _IDS),
+    (_F.SERVED, _F.IMAGES, _IDS),
+    (_F.REPLAY, _F.IMAGES, "the replay buffer keeps only token ids"),
+    (_F.OWN_PROMPT, _F.IMAGES, "the template writes only text"),
+    (_F.OWN_TOKENIZER, _F.IMAGES, "only texts are aligned"),
+    (_F.SEVERAL, _F.IMAGES, "batches with images are not split by teacher"),
+    (_F.MODEL_JUDGE, _F.IMAGES, "judges read only text; use a function"),
+    (_F.SEQUENCE_PARALLEL, _F.IMAGES, "positions of images are not split"),
+    (_F.VLLM, _F.QUANTIZED, "vLLM is sent plain weights"),
+    (_F.MERGE_LORA, _F.QUANTIZED, "a quantized base would round the adapter away. Merge it into full precision later"),
+    (_F.ROUNDS, _F.STREAM, _LENGTH),
+    (_F.PACKING, _F.STREAM, _LENGTH),
+    (_F.GROUP_BY_LENGTH, _F.STREAM, _LENGTH),
+    (_F.FROZEN, _F.STREAM, _LENGTH),
+    (_F.PRECOMPUTE, _F.STREAM, _LENGTH),
+    (_F.REFERENCE_CACHE, _F.STREAM, _LENGTH),
+    (_F.MISMATCHED_PAIRS, _F.STREAM, "each prompt is paired with the answer of another row"),
+    (_F.PREFETCH, _F.ROUNDS, "a round samples all its answers before it trains on them"),
+    (_F.REFERENCE_CACHE, _F.ROUNDS, "the rows of a round are not known before it"),
+    (_F.SEQUENCE_PARALLEL, _F.ROUNDS, "rows must be known before training"),
+    (_F.ROUNDS, _F.TEACHER, "such a method learns from a teacher, not from answers that are judged"),
+    (_F.PACKING, _F.SEQUENCE_PARALLEL, _ONE_DOCUMENT),
+    (_F.EXACT_MATCH, _F.SEQUENCE_PARALLEL, "generation requires attention masks, which are removed"),
+    (_F.NEFTUNE, _F.SEQUENCE_PARALLEL, "the scale of the noise depends on the length of the whole row"),
+    (_F.OFF_POLICY, _F.POLICY_GRADIENT, _BIASED),
+    (_F.DATA_SHARE, _F.POLICY_GRADIENT, _BIASED),
+    (_F.OFF_POLICY, _F.NO_ROLLOUTS, "no rollouts are sampled"),
+    (_F.PREFETCH, _F.OFF_POLICY, "only on-policy rollouts are prefetched"),
+    (_F.ADVANTAGE_WEIGHTS, _F.REWARD, "the weights are of the advantage without the reward"),
+    (_F.TOP_K, _F.POLICY_GRADIENT, "the loss reads only the sampled token"),
+    (_F.RESIDUAL, _F.OFF_POLICY, _CURRENT),
+    (_F.RESIDUAL, _F.DATA_SHARE, _CURRENT),
+    (_F.RESIDUAL, _F.PREFETCH, _CURRENT),
+    (_F.PRECOMPUTE, _F.CHANGING, "scores would be those of other rollouts. Set rollouts: frozen"),
+    (_F.PRECOMPUTE, _F.DATA_SHARE, "only rollouts are scored before training"),
+    (_F.PRECOMPUTE, _F.MOVING_AVERAGE, "the scores would stay those of the start"),
+    (_F.REPLAY, _F.OWN_PROMPT, "the replay buffer keeps no rows"),
+    (_F.REPLAY, _F.SEVERAL, "the replay buffer keeps no rows"),
+    (_F.ASSISTANT_ONLY, _F.OWN_PROMPT, _OTHER_TEXT),
+    (_F.ASSISTANT_ONLY, _F.OWN_TOKENIZER, _OTHER_TEXT),
+    (_F.PROMPT_TRAINED, _F.OWN_PROMPT, _OTHER_TEXT),
+    (_F.PROMPT_TRAINED, _F.OWN_TOKENIZER, _OTHER_TEXT),
+    (_F.SEVERAL, _F.OWN_TOKENIZER, "rows of one batch would have different tokens"),
+    (_F.OFF_POLICY, _F.OWN_TOKENIZER, _CURRENT),
+    (_F.PREFETCH, _F.OWN_TOKENIZER, _CURRENT),
+    (_F.TOP_K, _F.OWN_TOKENIZER, _CHUNKS),
+    (_F.REWARD, _F.OWN_TOKENIZER, _CHUNKS),
+    (_F.DATA_SHARE, _F.OWN_TOKENIZER, _CHUNKS),
+    (_F.ADVANTAGE_WEIGHTS, _F.OWN_TOKENIZER, _CHUNKS),
+    (_F.MOVING_AVERAGE, _F.SHARDED, "the average is kept whole. Use one GPU or DDP, or self: start"),
+)
+"""Pairs of features that exclude each other, and why. The first of a pair is the one to change."""
+
+
+def option_features(values: Any) -> dict[Feature, str]:
+    """Return the features that the options of a Config select, each with the name of its option.
+
+    values: an object with the fields of a Config, whose groups are built.
+    """
+    rollouts = getattr(values, "rollouts", None)
+    sampler = getattr(values, "sampler", None)
+    teacher = getattr(values, "teacher", None)
+    lmbda = getattr(values, "lmbda", 1)
+    weights = getattr(values, "token_weights", None)
+    selected = {
+        Feature.MERGE_LORA: (values.merge_lora, "merge_lora"),
+        Feature.PACKING: (getattr(values, "packing", False), "packing"),
+        Feature.GROUP_BY_LENGTH: (values.train_sampling_strategy == "group_by_length", "train_sampling_strategy"),
+        Feature.EXACT_MATCH: (values.eval_exact_match, "eval_exact_match"),
+        Feature.NEFTUNE: (values.neftune_noise_alpha, "neftune_noise_alpha"),
+        Feature.ASSISTANT_ONLY: (getattr(values, "assistant_only_loss", False), "assistant_only_loss"),
+        Feature.PROMPT_TRAINED: (getattr(values, "completion_only_loss", None) is False, "completion_only_loss"),
+        Feature.REFERENCE_CACHE: (getattr(values, "precompute_ref_log_probs", None), "precompute_ref_log_probs"),
+        Feature.DATA_SHARE: (lmbda < 1, "lmbda"),
+        Feature.NO_ROLLOUTS: (lmbda == 0, "lmbda"),
+        Feature.POLICY_GRADIENT: (getattr(values, "loss_type", None) == "policy_gradient", "loss_type"),
+        Feature.REWARD: (getattr(values, "reward", None), "reward"),
+        Feature.ADVANTAGE_WEIGHTS: (weights is not None and weights.requires_advantage, "token_weights"),
+    }
+    if rollouts is not None:
+        selected |= {
+            Feature.OFF_POLICY: (not rollouts.on_policy, "rollouts"),
+            Feature.CHANGING: (not rollouts.fixed, "rollouts"),
+            Feature.FROZEN: (rollouts.kind == "frozen", "rollouts"),
+            Feature.REPLAY: (rollouts.kind == "replay", "rollouts"),
+        }
+    if sampler is not None:
+        selected[Feature.VLLM] = (sampler.kind.startswith("vllm"), "sampler")
+        selected[Feature.PREFETCH] = (getattr(sampler, "prefetch", False), "sampler.prefetch")
+    if teacher is not None:
+        selected |= {
+            Feature.TEACHER: (True, "teacher"),
+            Feature.TOP_K: (teacher.top_k is not None, "teacher.top_k"),
+            Feature.RESIDUAL: (teacher.top_k_remainder == "residual", "teacher.top_k_remainder"),
+            Feature.PRECOMPUTE: (teacher.precompute, "teacher.precompute"),
+            Feature.SEVERAL: (teacher.names, "teacher.names"),
+            Feature.OWN_PROMPT: (teacher.prompt, "teacher.prompt"),
+            Feature.OWN_TOKENIZER: (teacher.tokenizer, "teacher.tokenizer"),
+        }
+    return {feature: option for feature, (is_selected, option) in selected.items() if is_selected}
+
+
+def conflicts(features: Mapping[Feature, str]) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield the conflicts of features that are given with their options: (options, sentence)."""
+    for first, second, _ in CONFLICTS:
+        if first in features and second in features:
+            yield (features[first], features[second]), conflict(first, second)
+
+
+def conflict(first: Feature, second: Feature) -> str:
+    """Return the sentence of an error. Raises KeyError for features that can be combined."""
+    reasons = {(one, other): reason for one, other, reason in CONFLICTS}
+    return f"{first} cannot be combined with {second}: {reasons[first, second]}. Remove one of the two"
+
+
+def check_features(features: Mapping[Feature, str]) -> None:
+    """Raise InputError for the first conflict of features."""
+    for _, problem in conflicts(features):
+        raise InputError(problem)
