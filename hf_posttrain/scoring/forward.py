@@ -130,18 +130,18 @@ def _scoring_forward(model_class: Any) -> Callable[..., Any]:
 
     @functools.wraps(model_class.forward)
     def forward(
-        self: Any, *args: Any, scorer: Scorer | None = None, visual: Any = None, blind: bool = False, **kwargs: Any
+        model: Any, *args: Any, scorer: Scorer | None = None, visual: Any = None, blind: bool = False, **kwargs: Any
     ) -> Any:
         if scorer is None:
-            return model_class.forward(self, *args, **kwargs)
-        head = LMHead.of(self)
-        backbone = self.model if self.base_model is self else self.base_model  # Llama 4 names another prefix
+            return model_class.forward(model, *args, **kwargs)
+        head = LMHead.of(model)
+        backbone = model.model if model.base_model is model else model.base_model  # Llama 4 names another prefix
         if visual:  # the tower by itself: what attention is told of the row is not for it
-            with torch.set_grad_enabled(torch.is_grad_enabled() and self.trains_vision):
+            with torch.set_grad_enabled(torch.is_grad_enabled() and model.trains_vision):
                 features = backbone.get_image_features(**visual, return_dict=True)
             kwargs |= {} if blind else {"mm_encoder_outputs": {"image": features}}
-        if getattr(self, OWN_LOGITS, False):
-            logits = model_class.forward(self, *args, **kwargs).logits
+        if getattr(model, OWN_LOGITS, False):
+            logits = model_class.forward(model, *args, **kwargs).logits
             return scorer(head, logits + nothing_of(features) if blind else logits)
         # PEFT passes every argument on, most of them None
         outputs = backbone(*args, **{name: value for name, value in kwargs.items() if value is not None})

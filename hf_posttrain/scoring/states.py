@@ -191,11 +191,11 @@ def _by_piece(kind: Any) -> Callable[..., Any]:
     first = list(signature.parameters)[1]
 
     @functools.wraps(kind.forward)
-    def forward(self: Any, *args: Any, pieces: Pieces | None = None, **kwargs: Any) -> Any:
-        self.got_pieces = pieces is not None
+    def forward(layer: Any, *args: Any, pieces: Pieces | None = None, **kwargs: Any) -> Any:
+        layer.got_pieces = pieces is not None
         if pieces is None:
-            return kind.forward(self, *args, **kwargs)
-        given = signature.bind(self, *args, **kwargs).arguments
+            return kind.forward(layer, *args, **kwargs)
+        given = signature.bind(layer, *args, **kwargs).arguments
         given.pop("kwargs", None)  # bounds of documents, for kernels that are not asked
         row = given.pop(first).squeeze(0)  # [L, H]
         del given["self"]
@@ -203,7 +203,7 @@ def _by_piece(kind: Any) -> Callable[..., Any]:
 
         def compute(table: Tensor, states: States | None, padding: Tensor | None) -> Tensor:
             options = given | {first: rows(table), cache: states, mask: padding}
-            return kind.forward(self, **options).flatten(0, 1)
+            return kind.forward(layer, **options).flatten(0, 1)
 
         left = [States() for _ in pieces.prompts]  # by each table of prompts
         tables = zip(pieces.prompts, left, strict=True)
