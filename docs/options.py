@@ -89,7 +89,7 @@ def group_table(method: str, key: str) -> str:
     lines = {}
     for kind in group.kinds.values():
         for field in dataclasses.fields(kind):
-            owners = [other.kind for other in group.kinds.values() if field.name in other.__dataclass_fields__]
+            owners = group.kinds_with(field.name)
             of_kinds = f" ({', '.join(f'`{owner}`' for owner in owners)})" if len(owners) < len(group.kinds) else ""
             meaning = field.metadata["help"].replace("|", "\\|")
             cells = f"`{key}.{field.name}`{of_kinds}", default(kind, field.name), meaning

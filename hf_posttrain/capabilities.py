@@ -121,6 +121,7 @@ CONFLICTS: tuple[tuple[Feature, Feature, str], ...] = (
     (_F.MOVING_AVERAGE, _F.SHARDED, "the average is kept whole. Use one GPU or DDP, or self: start"),
 )
 """Pairs of features that exclude each other, and why. The first of a pair is the one to change."""
+_REASONS = {(first, second): reason for first, second, reason in CONFLICTS}
 
 
 def option_features(values: Any) -> dict[Feature, str]:
@@ -157,7 +158,7 @@ def option_features(values: Any) -> dict[Feature, str]:
         }
     if sampler is not None:
         selected[Feature.VLLM] = (sampler.kind.startswith("vllm"), "sampler")
-        selected[Feature.PREFETCH] = (getattr(sampler, "prefetch", False), "sampler.prefetch")
+        selected[Feature.PREFETCH] = (sampler.prefetch, "sampler.prefetch")
     if teacher is not None:
         selected |= {
             Feature.TEACHER: (True, "teacher"),
@@ -173,15 +174,14 @@ def option_features(values: Any) -> dict[Feature, str]:
 
 def conflicts(features: Mapping[Feature, str]) -> Iterator[tuple[tuple[str, ...], str]]:
     """Yield the conflicts of features that are given with their options: (options, sentence)."""
-    for first, second, _ in CONFLICTS:
+    for first, second in _REASONS:
         if first in features and second in features:
             yield (features[first], features[second]), conflict(first, second)
 
 
 def conflict(first: Feature, second: Feature) -> str:
     """Return the sentence of an error. Raises KeyError for features that can be combined."""
-    reasons = {(one, other): reason for one, other, reason in CONFLICTS}
-    return f"{first} cannot be combined with {second}: {reasons[first, second]}. Remove one of the two"
+    return f"{first} cannot be combined with {second}: {_REASONS[first, second]}. Remove one of the two"
 
 
 def check_features(features: Mapping[Feature, str]) -> None:

@@ -64,7 +64,7 @@ def check_length_known(rows: Any, args: Any, training: bool) -> None:
     if not isinstance(rows, datasets.IterableDataset):
         return
     features = option_features(args)
-    of_training = {Feature.GROUP_BY_LENGTH, Feature.FROZEN, Feature.PACKING}
+    of_training = {Feature.GROUP_BY_LENGTH, Feature.FROZEN}
     # of rollouts the teacher scores none of the rows
     of_all = {Feature.REFERENCE_CACHE} if hasattr(args, "rollouts") else {Feature.REFERENCE_CACHE, Feature.PRECOMPUTE}
     for feature in features:

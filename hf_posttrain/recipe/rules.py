@@ -224,8 +224,6 @@ def _of_training_in_rounds(rounds: RoundsSection, values: Any) -> Iterator[Probl
 def recipe_features(recipe: Recipe, values: Any) -> dict[Feature, str]:
     """Return the features of a recipe, each with its key. values: of the train section, with groups built."""
     features = {feature: f"train.{option}" for feature, option in option_features(values).items()}
-    if Feature.TEACHER in features:
-        features[Feature.TEACHER] = "method"
     if recipe.rounds:
         features |= rounds_features(recipe.rounds)
     if recipe.model.images:

@@ -36,17 +36,12 @@ class RolloutBuilder:
         self.trainer.synchronised = None
         self.upcoming = []
 
-    @property
-    def prefetches(self) -> bool:
-        """Return whether the sampler samples the rollouts of the next step while one trains."""
-        return bool(getattr(self.trainer.args.sampler, "prefetch", False))
-
     def next_window(
         self, read: Callable[[Any, int], list[RolloutBatch]], epoch_iterator: Any, count: int
     ) -> list[RolloutBatch]:
         """Return the prompts of a step from `read`. With a sampler that prefetches, those of the next step in the same
         epoch are read as well."""
-        if not self.prefetches:
+        if not self.trainer.args.sampler.prefetch:
             return read(epoch_iterator, count)
         batches = self.upcoming if self.epoch_iterator is epoch_iterator else []
         batches = batches or read(epoch_iterator, count)
@@ -87,11 +82,11 @@ class RolloutBuilder:
 
     def max_new_tokens(self, step: int) -> int:
         """Return the length of the longest rollout of an optimizer step, in tokens."""
-        horizon = self.trainer.args.rollouts.train_max_tokens
-        if isinstance(horizon, dict):
-            share = min(step / horizon["steps"], 1.0)
-            horizon = round(horizon["from"] + share * (horizon["to"] - horizon["from"]))
-        return horizon or self.trainer.args.max_completion_length
+        tokens = self.trainer.args.rollouts.train_max_tokens
+        if isinstance(tokens, dict):
+            share = min(step / tokens["steps"], 1.0)
+            tokens = round(tokens["from"] + share * (tokens["to"] - tokens["from"]))
+        return tokens or self.trainer.args.max_completion_length
 
     def seed(self, *seed: int) -> tuple[int, ...]:
         """Return the seed of this rank's rollouts of a step, or of an evaluation."""
@@ -142,7 +137,7 @@ class RolloutBuilder:
         for group in map(sorted, groups):
             batch = self._laid_out([examples[row] for row in group], [rollouts[row] for row in group], source)
             batch = self.trainer._prepare_inputs(batch.replace(index=index[group], row_weights=row_weights[group]))
-            if self.prefetches and batch.sampler_logps is not None:
+            if self.trainer.args.sampler.prefetch and batch.sampler_logps is not None:
                 # the probability of merged EOS ids is not that of the one that was sampled
                 merged = self.trainer.eos.contains(batch.targets)
                 batch = batch.replace(importance_logps=batch.sampler_logps.masked_fill(merged, math.nan))
@@ -156,7 +151,7 @@ class RolloutBuilder:
         batch = batch.replace(repeated=torch.tensor([rollout.repeated_share(ids) for ids in branches]))
 
         def of_tokens(values: list[list[Any]]) -> torch.Tensor:
-            """Return the values of each completion, which the horizon may have cut, as values of tokens, [N, ...]."""
+            """Return the values of each completion, which may have been cut, as values of tokens, [N, ...]."""
             return batch.per_token([each[: len(ids)] for each, ids in zip(values, branches, strict=True)])
 
         completions = [completion for one in rollouts for completion in one.completions]

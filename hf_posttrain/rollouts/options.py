@@ -64,6 +64,9 @@ class ReplayRollouts(RolloutOptions):
 class SamplerOptions(OptionKind):
     """The program that samples rollouts."""
 
+    prefetch: ClassVar[bool] = False
+    """Whether the rollouts of the next step are sampled while one trains."""
+
 
 @dataclass(frozen=True)
 class PolicySamplerOptions(SamplerOptions):
@@ -92,10 +95,9 @@ class VLLMOptions(SamplerOptions):
         "weights.",
     )
 
-
     def described(self) -> dict[str, Any]:
         """Return what the results of a run depend on: both kinds sample the same."""
-        return {"kind": "vllm", "prefetch": getattr(self, "prefetch", False)}
+        return {"kind": "vllm", "prefetch": self.prefetch}
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,7 @@ class VLLMServerOptions(VLLMOptions):
     base_url: str = option(
         help="URL of the server, such as http://localhost:8000. The server must see output_dir.", kw_only=True
     )
-    prefetch: bool = option(
+    prefetch: bool = option(  # type: ignore[misc]  # an option of this kind alone
         False, "Sample the rollouts of the next step while this one trains, by weights that are one step old."
     )
 

@@ -48,7 +48,7 @@ class VLLMServerSampler(VLLMSampler):
         if self.temporary and not runs_as_this_user(self.server.url):
             os.chmod(self.folder, 0o755)
         self.prefetched: PrefetchedRollouts | None = None
-        if getattr(self.options.sampler, "prefetch", False):
+        if self.options.sampler.prefetch:
             self.prefetched = trainer.stateful["prefetched_rollouts"] = PrefetchedRollouts(trainer)
 
     def _open(self) -> None:

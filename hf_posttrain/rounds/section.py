@@ -147,7 +147,7 @@ def rounds_features(rounds: RoundsSection) -> dict[Feature, str]:
     features = {Feature.ROUNDS: "rounds"}
     if uses_vllm(rounds):
         features[Feature.VLLM] = "rounds.sampler"
-    if getattr(rounds.sampler, "prefetch", False):
+    if rounds.sampler.prefetch:
         features[Feature.PREFETCH] = "rounds.sampler"
     if rounds.judge.by not in ("exact_match", "function"):
         features[Feature.MODEL_JUDGE] = "rounds.judge"

@@ -40,11 +40,6 @@ class SelfTeacher(LocalTeacher):
         return self.trainer.model_wrapped
 
     @property
-    def vocabulary(self) -> int:
-        """Number of the policy's token ids."""
-        return int(forward.causal_lm(self.trainer.model).config.get_text_config().vocab_size)
-
-    @property
     def models(self) -> list[FrozenModel]:
         """None: the trainer has the policy."""
         return []

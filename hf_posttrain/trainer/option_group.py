@@ -94,7 +94,7 @@ class OptionGroup:
         for option, given in mapping.items():
             full = f"{key}.{option}"
             if option not in options:
-                owners = [name for name, other in self.kinds.items() if option in _names(other)]
+                owners = self.kinds_with(option)
                 hint = f". It is an option of {' and '.join(owners)}" if owners else nearest(str(option), options)
                 yield (full, key), f"{full} is not an option{of_kind}{hint}"
                 continue
@@ -109,6 +109,10 @@ class OptionGroup:
         for option, field in options.items():
             if option not in mapping and field.default is dataclasses.MISSING:
                 yield (key,), f"{key} requires {key}.{option}{of_kind}"
+
+    def kinds_with(self, option: str) -> list[str]:
+        """Return the names of the kinds that have an option."""
+        return [name for name, kind in self.kinds.items() if option in _names(kind)]
 
     def build(self, key: str, value: Any) -> Any:
         """Return the instance that the value of the option `key` stands for. Raises InputError if it has a problem."""
