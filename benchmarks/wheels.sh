@@ -6,7 +6,8 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 folder=${1:-.whl}
-packages=(transformers datasets dill multiprocess evaluate trl liger-kernel)
+packages=(transformers datasets dill multiprocess evaluate trl liger-kernel pydantic pydantic-core typing-inspection
+  annotated-types)
 platforms=(--platform manylinux2014_x86_64)
 for glibc in 2_28 2_27 2_24 2_17; do platforms+=(--platform "manylinux_${glibc}_x86_64"); done
 

@@ -1,6 +1,7 @@
 """One optimizer step of any method through its real trainer: the loss, and the gradient of every trained tensor."""
 
 import copy
+import os
 import random
 
 import datasets
@@ -19,6 +20,8 @@ LORA = {"r": 4, "target_modules": "all-linear", "init_lora_weights": "gaussian"}
 TIMES = ("runtime", "per_second", "peak_memory", "total_flos", "train_loss")
 METHODS = tuple(TABLE)
 """Names of all methods."""
+DEVICE = {"use_cpu": False, "bf16": False} if os.environ.get("TEST_DEVICE") == "cuda" else {"use_cpu": True}
+"""Options of `trainer_for`: tests train in float32 on the GPU with `TEST_DEVICE=cuda`, else on CPU."""
 
 
 def names_where(test):
@@ -60,18 +63,18 @@ def token_rows(method, count=8, seed=0):
 
 
 def trainer_for(method, model, rows, tmp_path, second=None, eval_rows=None, callbacks=None, **config):
-    """The method's trainer on CPU with a constant learning rate; nothing is clipped, saved or reported.
+    """The method's trainer on `DEVICE` with a constant learning rate; nothing is clipped, saved or reported.
 
     second: the teacher, or an explicit reference.
     """
     row = TABLE[method]
     peft_config, tokenizer = config.pop("peft_config", None), config.pop("tokenizer", None)
     config = {
-        "output_dir": str(tmp_path), "use_cpu": True, "max_steps": 1, "learning_rate": 0.0, "max_grad_norm": 0.0,
+        "output_dir": str(tmp_path), "max_steps": 1, "learning_rate": 0.0, "max_grad_norm": 0.0,
         "per_device_train_batch_size": 4, "logging_steps": 1, "report_to": "none", "save_strategy": "no",
         "disable_tqdm": True, "activation_checkpointing": False, "lr_scheduler_type": "constant",
         "train_sampling_strategy": "sequential",
-    } | usual(method) | config  # fmt: skip
+    } | DEVICE | usual(method) | config  # fmt: skip
     kwargs = {} if second is None else {f"{'ref' if row.second == 'reference' else row.second}_model": second}
     return trainer_class(row)(
         model, config_class(row)(**config), None, rows, eval_rows, tokenizer or byte_tokenizer(),
@@ -93,7 +96,7 @@ def logs_and_weights(trainer, lora):
     """What a run logged, without its times, and its trained weights, whole on rank 0; all ranks call it."""
     logs = logged(trainer)
     state = saving.whole_state(trainer, adapter_only=lora) or policy_of(trainer).state_dict()
-    return logs, {name: tensor.clone() for name, tensor in state.items() if not lora or "lora_" in name}
+    return logs, {name: tensor.cpu().clone() for name, tensor in state.items() if not lora or "lora_" in name}
 
 
 class Gradients(TrainerCallback):
