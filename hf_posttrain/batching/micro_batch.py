@@ -103,8 +103,10 @@ class MicroBatch(ModelOutput):
 
 def _pinned(value: Any) -> Any:
     """Return a copy of a value in pinned memory, as far as it holds tensors."""
+    if hasattr(value, "pin_memory"):  # a tensor, or a batch within a batch, which is a dict too
+        return value.pin_memory()
     if isinstance(value, dict):
         return {name: _pinned(each) for name, each in value.items()}
     if isinstance(value, list):
         return [_pinned(each) for each in value]
-    return value.pin_memory() if hasattr(value, "pin_memory") else value
+    return value

@@ -443,7 +443,7 @@ def test_what_reads_videos_is_saved_as_it_was(tmp_path):
         tokenizer = load_tokenizer(ModelSection(str(tmp_path / source), images=True))
         read_by(tokenizer).processor.save_pretrained(tmp_path / target)
         saved = json.loads((tmp_path / target / "processor_config.json").read_text())
-        assert saved["video_processor"] == videos
+        assert videos.items() <= saved["video_processor"].items()
 
 
 def test_a_model_by_name_brings_its_processor(tmp_path):

@@ -1,5 +1,8 @@
 """Which of a prompt's judged answers are trained on, by hand."""
 
+import functools
+import operator
+
 import pytest
 
 from hf_posttrain.data.kinds import PREFERENCE, SUPERVISED, UNPAIRED
@@ -68,7 +71,7 @@ def test_answers_are_labelled_by_the_threshold_or_the_mean_of_their_prompt():
     assert paired(UNPAIRED, [3.0, 1.0, 2.0])[0] == [Row((0,), True), Row((1,), False)]  # 2 is the mean
     assert paired(UNPAIRED, [2.0, 2.0]) == ([], [pairing.ALIKE])
     for score, count in ((0.1, 8), (0.1, 3), (0.7, 3)):  # whose mean is another number
-        assert sum([score] * count) / count != score
+        assert functools.reduce(operator.add, [score] * count) / count != score
         assert paired(UNPAIRED, [score] * count) == ([], [pairing.ALIKE])
     assert paired(UNPAIRED, [3.0, 1.0, 2.5], margin=0.8)[0] == [Row((0,), True), Row((1,), False)]
     assert paired(UNPAIRED, [0.6, 0.4], threshold=0.5, margin=0.3) == ([], [pairing.LABELS_ALIKE])

@@ -187,20 +187,25 @@ def teacher_of(case: Case, url: str, folder: str) -> tuple[Any, dict[str, Any]]:
     return teacher, {}
 
 
+def trainer_of(case: Case, url: str, folder: str) -> Any:
+    """The case's trainer. url: the server of `TEACHERS`' served teacher."""
+    second, options = teacher_of(case, url, folder)
+    if "teacher" in options and "teacher" in case.options:
+        options["teacher"] |= case.options["teacher"]
+    more = {"peft_config": peft.LoraConfig(**LORA)} if case.lora else {}
+    return trainer_for(
+        case.method, tiny_model(case.architecture), rows_of(case, 12, 0), folder, second,
+        eval_rows=rows_of(case, 4, 1), max_steps=3, learning_rate=1e-2 if case.lora else 1e-3, max_grad_norm=1.0,
+        per_device_train_batch_size=2, gradient_accumulation_steps=2, per_device_eval_batch_size=2,
+        layout=case.layout, **case.options | options, **more,
+    )  # fmt: skip
+
+
 def record(case: Case, url: str) -> dict[str, Any]:
-    """Train the case for three steps. url: the server of `TEACHERS`' served teacher."""
+    """Train the case for three steps."""
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
-        second, options = teacher_of(case, url, folder)
-        if "teacher" in options and "teacher" in case.options:
-            options["teacher"] |= case.options["teacher"]
-        more = {"peft_config": peft.LoraConfig(**LORA)} if case.lora else {}
-        trainer = trainer_for(
-            case.method, tiny_model(case.architecture), rows_of(case, 12, 0), folder, second,
-            eval_rows=rows_of(case, 4, 1), max_steps=3, learning_rate=1e-2 if case.lora else 1e-3, max_grad_norm=1.0,
-            per_device_train_batch_size=2, gradient_accumulation_steps=2, per_device_eval_batch_size=2,
-            layout=case.layout, **case.options | options, **more,
-        )  # fmt: skip
+        trainer = trainer_of(case, url, folder)
         trainer.train()
         eval_loss = trainer.evaluate()["eval_loss"]
         logs, weights = logs_and_weights(trainer, case.lora)

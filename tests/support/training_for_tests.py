@@ -106,7 +106,7 @@ class Gradients(TrainerCallback):
         self.steps = []
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        self.steps.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+        self.steps.append({n: p.grad.cpu().clone() for n, p in model.named_parameters() if p.grad is not None})
 
 
 def one_step(method, model, rows, tmp_path, **config):

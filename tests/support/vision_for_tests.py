@@ -18,6 +18,7 @@ from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImagePr
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
+from transformers.utils import is_torchvision_available
 
 from hf_posttrain.data.images import with_pictures
 from hf_posttrain.models.load import without_videos
@@ -75,6 +76,9 @@ def processor_of(kind):
     tokenizer = tokenizer_of(family)
     if family == "qwen":
         images = Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, size={"shortest_edge": 64, "longest_edge": 1024})
+        if is_torchvision_available():
+            parts = images, tokenizer, tf.Qwen3VLVideoProcessor(patch_size=4, merge_size=2)
+            return tf.Qwen3VLProcessor(*parts, chat_template=tokenizer.chat_template)
         return without_videos(tf.Qwen3VLProcessor)(images, tokenizer, chat_template=tokenizer.chat_template)
     if kind == "gemma3":
         images = Gemma3ImageProcessorPil(size={"height": 16, "width": 16}, do_pan_and_scan=False)

@@ -2,15 +2,18 @@
 tiles and its products. What mixes devices, or reads a value on the host, raises there."""
 
 import functools
+import pickle
 from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers.masking_utils
+from golden_cases import TEACHERS, Case, trainer_of
 from meta_for_tests import allow_meta
 from models_for_tests import tiny_model
 from torch.utils.data._utils.pin_memory import pin_memory
 from training_for_tests import METHODS, fix_rollouts, second_model, token_rows, trainer_for
+from vllm_for_tests import Serving
 
 from hf_posttrain import SFTConfig
 from hf_posttrain.scoring import attention, forward
@@ -95,15 +98,27 @@ def test_a_step_reads_no_value_and_mixes_no_devices(method, options, dtype, call
 
 @pytest.mark.parametrize("layout", ["shared", "packed", "padded"])
 @pytest.mark.parametrize("method", METHODS)
-def test_a_batch_is_the_same_after_it_was_pinned(method, layout, tmp_path, monkeypatch):
-    """As a data loader does for a GPU: it copies what is nested in a batch, whatever its type."""
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor, device=None: tensor.clone())
+def test_a_batch_survives_the_way_to_a_device(method, layout, tmp_path, monkeypatch):
     rows = token_rows(method, 8)
     trainer = trainer_for(method, tiny_model(), rows, tmp_path, second_model(method, seed=9), layout=layout)
+    assert_copies_are_equal(trainer, monkeypatch)
+
+
+@pytest.mark.parametrize("teacher", TEACHERS[1:])
+@pytest.mark.parametrize("method", ["kd", "opd"])
+def test_what_a_teacher_reads_survives_the_way_to_a_device(method, teacher, tmp_path, monkeypatch):
+    """It is a batch within the batch."""
+    with Serving(tiny_model(seed=5)) as server:
+        case = Case(method, {"teacher": {"top_k": 8}} if teacher in ("mixed", "served") else {}, teacher)
+        assert_copies_are_equal(trainer_of(case, server.url, str(tmp_path)), monkeypatch)
+
+
+def assert_copies_are_equal(trainer, monkeypatch):
+    """Pinned by a data loader, brought by its worker, moved to a device, or dispatched from the first rank."""
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor, device=None: tensor.clone())
     batch = trainer.data_collator([trainer.train_dataset[n] for n in range(4)])
-    pinned = pin_memory(batch)
-    assert pinned.keys() == batch.keys()
-    assert_same_values(pinned, batch)
+    for copy in (pin_memory, lambda batch: pickle.loads(pickle.dumps(batch)), lambda batch: batch.to("cpu")):
+        assert_same_values(copy(batch), batch)
 
 
 @pytest.mark.parametrize(("given", "waits"), [
@@ -121,6 +136,7 @@ def test_batches_are_copied_to_a_gpu_without_waiting_by_default(given, waits, tm
 
 
 def assert_same_values(found, expected):
+    assert type(found) is type(expected)
     if isinstance(expected, torch.Tensor):
         assert torch.equal(found, expected)
     elif isinstance(expected, dict):
