@@ -130,13 +130,13 @@ def sampled(trainer: Any, rows: datasets.Dataset) -> Rollouts:
         if trainer.diagnostics.compares_whole(batch):
             objective = Divergence(reverse_kl, trainer.request("dense", None))
             signal = trainer.teacher.signal(batch, objective.request)
-            kl = trainer.score(trainer.model_wrapped, batch, objective.tile(signal, batch))["value"].double()
+            kl = trainer.score(trainer.model_wrapped, batch, objective.tile(signal, batch)).value.double()
         else:  # an estimate, from the sampled tokens
             scores, _ = trainer.distill(trainer.model_wrapped, batch, None)
-            kl = (scores["student"] - scores["teacher"]).double()
+            kl = (scores.student - scores.teacher).double()
         own = LogProb(tokens, trainer.args.temperature, stats=True, vocabulary=trainer.vocabulary)
         scored = trainer.score(trainer.model_wrapped, batch, own)
-    surprise = (-scored["value"] - scored["entropy"]).double()
+    surprise = (-scored.value - scored.entropy).double()
     error = surprise.square().sum().sqrt().clamp(min=1e-6)
     # tokens of a rollout are in order within the batch, those of others may be in between
     of_each = [batch.owner == number for number in range(len(batch.row))]
@@ -158,5 +158,6 @@ def to_itself(trainer: Any, batch: MicroBatch) -> float:
             scores, _ = trainer.distill(trainer.model_wrapped, batch, None)
     finally:
         trainer.teacher = teacher
-    gap = (scores["teacher"] - scores["student"]).abs()
-    return max(gap.mean().item(), scores.get("divergence", gap).abs().mean().item())
+    gap = (scores.teacher - scores.student).abs()
+    divergence = gap if scores.divergence is None else scores.divergence
+    return max(gap.mean().item(), divergence.abs().mean().item())

@@ -81,7 +81,7 @@ class Answerer:
         batch = collate(examples, "padded", pictures=self.see).to(self.device)
         with torch.no_grad():
             tile = LogProb(batch.targets, temperature, vocabulary=self.vocabulary)
-            values = score(self.model, batch, tile)["value"].float()
+            values = score(self.model, batch, tile).value.float()
         return [values[batch.owner == n].tolist() for n in range(len(answers))]
 
     def text(self, ids: Sequence[int]) -> str:

@@ -46,8 +46,8 @@ class CPOTrainer(PostTrainer):
     def losses(self, model: nn.Module, batch: MicroBatch) -> Losses:
         """One loss for each pair, [B]."""
         scores = self.score(model, batch, LogProb(batch.targets))
-        logps = batch.per_branch(scores["value"]).view(-1, 2)
-        lengths = batch.per_branch(torch.ones_like(scores["value"])).view(-1, 2)
+        logps = batch.per_branch(scores.value).view(-1, 2)
+        lengths = batch.per_branch(torch.ones_like(scores.value)).view(-1, 2)
 
         # DPO's loss with a reference to which all answers are equally likely
         pairs, options = Pairs(logps, torch.zeros_like(logps), lengths), PairedOptions(self.args.beta)
@@ -55,4 +55,4 @@ class CPOTrainer(PostTrainer):
         values = PAIRED["sigmoid"](pairs, options) + self.args.cpo_alpha * nll
         chosen, rejected = (self.args.beta * logps.detach()).unbind(1)
         metrics = pair_metrics(chosen, rejected, logps.detach()) | {"nll_loss": (nll, None)}
-        return Losses(values, self.weights(batch), metrics, scores.get("router_logits"), logps.detach(), lengths)
+        return Losses(values, self.weights(batch), metrics, scores.router_logits, logps.detach(), lengths)

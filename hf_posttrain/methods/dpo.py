@@ -85,8 +85,8 @@ class DPOTrainer(PostTrainer):
         none = torch.zeros_like(batch.row, dtype=torch.float32).view(-1, 2)
         ref_logps = self.reference.logps(model, batch) if self.reference else none
         scores = self.score(model, batch, LogProb(batch.targets))
-        logps = batch.per_branch(scores["value"]).view(-1, 2)
-        lengths = batch.per_branch(torch.ones_like(scores["value"])).view(-1, 2)
+        logps = batch.per_branch(scores.value).view(-1, 2)
+        lengths = batch.per_branch(torch.ones_like(scores.value)).view(-1, 2)
         if self.reference:
             self.reference.check_start(logps, ref_logps, lengths, batch.index)
 
@@ -96,7 +96,7 @@ class DPOTrainer(PostTrainer):
         terms = [w * PAIRED[name](pairs, options) for name, w in zip(args.loss_type, weights, strict=True)]
         if args.nll_coef:
             terms.append(args.nll_coef * PAIRED["sft"](pairs, options))
-        predictions, router_logits = torch.cat([logps, ref_logps], dim=1).detach(), scores.get("router_logits")
+        predictions, router_logits = torch.cat([logps, ref_logps], dim=1).detach(), scores.router_logits
         values = torch.stack(terms).sum(0)
         return Losses(values, self.weights(batch), self._metrics(pairs), router_logits, predictions, lengths)
 

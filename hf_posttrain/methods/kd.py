@@ -77,9 +77,10 @@ class KDTrainer(DistillationTrainer):
             raise InputError(f"temperature={self.args.temperature:g}: the teacher was scored at {self.cached_at:g}")
         weights = self.weights(batch)
         scores, signal = self.distill(model, batch, weights)
-        metrics: dict[str, Any] = {f"distill/{n}": (scores[n], None) for n in ("ce", "divergence") if n in scores}
+        logged = {"ce": scores.ce, "divergence": scores.divergence}
+        metrics: dict[str, Any] = {f"distill/{n}": (value, None) for n, value in logged.items() if value is not None}
         if isinstance(self.teacher, Ensemble):
-            metrics |= self.teacher.metrics(batch, "distill/divergence", scores["divergence"], weights)
+            metrics |= self.teacher.metrics(batch, "distill/divergence", scores.divergence, weights)
         if isinstance(signal, Chunked):
-            metrics |= alignment_metrics(signal.batch, scores["alone"], weights)
-        return Losses(scores["value"], weights, metrics, scores.get("router_logits"))
+            metrics |= alignment_metrics(signal.batch, scores.alone, weights)
+        return Losses(scores.value, weights, metrics, scores.router_logits)

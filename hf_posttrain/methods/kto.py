@@ -212,8 +212,8 @@ class KTOTrainer(PostTrainer):
             part = self.both_completions(batch)
             batch = batch.replace(ref_logps=self.reference.logps(model, batch, [part]))
         scores = self.score(model, part, LogProb(part.targets))
-        logps = part.per_branch(scores["value"]).view(len(batch.index), -1)
-        lengths = part.per_branch(torch.ones_like(scores["value"])).view_as(logps)
+        logps = part.per_branch(scores.value).view(len(batch.index), -1)
+        lengths = part.per_branch(torch.ones_like(scores.value)).view_as(logps)
         # The window of an evaluation is the whole set: this shift is of the batch, and `finish_metrics` takes the loss
         # again with the exact one.
         if evaluating:
@@ -233,7 +233,7 @@ class KTOTrainer(PostTrainer):
             self.evaluated.append(evaluated[weights > 0].cpu())
         metrics = self._metrics(logps, log_ratio, batch, weights)
         predictions = torch.stack([logps, ref], dim=1).detach()
-        return Losses(values, weights, metrics, scores.get("router_logits"), predictions, label)
+        return Losses(values, weights, metrics, scores.router_logits, predictions, label)
 
     def row_losses(self, log_ratio: Tensor, label: Tensor, shift: Tensor) -> Tensor:
         """The loss of each row with its class weight, [B]; shift: KL estimate (clamped here) or BCO's delta."""

@@ -12,22 +12,19 @@ Legend: N scored tokens.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ..errors import InputError
 from ..scoring import teacher_tiles
+from ..scoring.forward import Scores
 from ..scoring.head import TileFunction
 from ..scoring.top_tokens import residual, top_k
 from ..teachers.cross_tokenizer import Chunks, tile_of
 from ..teachers.inputs import DistillationBatch
 from ..teachers.signal import Chunked, Dense, Request, Sampled, TeacherSignal, TopK
-
-Scores = dict[str, Any]
-"""Of N tokens: `value`, what `score` returned or the loss; `student` and `teacher`, log-probabilities of the targets;
-`divergence`; `ce`; `entropy`; `alone` across tokenizers. Each [N], and present where it was computed."""
 
 
 class Objective(Protocol):
@@ -84,15 +81,15 @@ class Divergence:
         if not isinstance(signal, Chunked):
             return scores
         if self.on_policy:
-            return _on_rollouts(scores, Chunks.from_signal(signal, scores["student"]))
-        alone = scores["alone"] > 0
+            return _on_rollouts(scores, Chunks.from_signal(signal, scores.student))
+        alone = scores.alone > 0
         # of a token that is not alone its ln q is known, which makes both parts of the loss
-        chunks = Chunks.from_signal(signal, torch.where(alone, scores["student"], scores["value"]))
+        chunks = Chunks.from_signal(signal, torch.where(alone, scores.student, scores.value))
         apart = chunks.on_data(self.function)
-        mixed = (1 - self.ce_coef) * apart - self.ce_coef * scores["value"]
-        divergence = torch.where(alone, scores.get("divergence", apart), apart)
-        value = torch.where(alone, scores["value"], mixed)
-        return scores | {"value": value, "divergence": divergence.detach(), "ce": -scores["student"]}
+        mixed = (1 - self.ce_coef) * apart - self.ce_coef * scores.value
+        divergence = torch.where(alone, apart if scores.divergence is None else scores.divergence, apart)
+        value = torch.where(alone, scores.value, mixed)
+        return scores.replace(value=value, divergence=divergence.detach(), ce=-scores.student)
 
 
 @dataclass(frozen=True)
@@ -126,11 +123,11 @@ class PolicyGradient:
         """Return the scores with the loss of each token as `value`."""
         if not isinstance(signal, Chunked):
             return scores
-        chunks = Chunks.from_signal(signal, scores["student"])
-        return _on_rollouts(scores, chunks) | {"value": -chunks.credit * scores["value"]}
+        chunks = Chunks.from_signal(signal, scores.student)
+        return _on_rollouts(scores, chunks).replace(value=-chunks.credit * scores.value)
 
 
 def _on_rollouts(scores: Scores, chunks: Chunks) -> Scores:
     """Return the scores of sampled tokens compared by chunks."""
-    value, divergence = chunks.on_rollouts(scores["value"], scores["alone"] > 0)
-    return scores | {"value": value, "divergence": divergence, "teacher": scores["student"] + chunks.gap}
+    value, divergence = chunks.on_rollouts(scores.value, scores.alone > 0)
+    return scores.replace(value=value, divergence=divergence, teacher=scores.student + chunks.gap)

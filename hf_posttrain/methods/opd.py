@@ -160,12 +160,12 @@ class OPDTrainer(DistillationTrainer):
         token_weights = 1.0 if batch.token_weights is None else batch.token_weights
         observe = self.diagnostics.of(batch) if self.args.diagnostics else None
         scores, signal = self.distill(model, batch, weights * token_weights, observe)
-        values = scores["value"] * token_weights
+        values = scores.value * token_weights
         metrics = rollout_metrics(self, scores, signal, batch)
-        result = Losses(values, weights, metrics, scores.get("router_logits"))
+        result = Losses(values, weights, metrics, scores.router_logits)
         if not torch.is_grad_enabled():  # in evaluation every prompt has K rollouts
             shape = len(batch.index), self.args.num_generations
-            summed = [batch.per_branch(scores[name]).view(shape) for name in ("student", "teacher")]
+            summed = [batch.per_branch(logps).view(shape) for logps in (scores.student, scores.teacher)]
             result.predictions = torch.stack(summed, dim=-1)
             result.labels = batch.per_branch(torch.ones_like(values)).view(shape)
         return result

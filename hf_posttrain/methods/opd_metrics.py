@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from ..rollouts.batch import RolloutBatch
+from ..scoring.forward import Scores
 from ..teachers.cross_tokenizer import alignment_metrics
 from ..teachers.ensemble import Ensemble
 from ..teachers.signal import Chunked, TeacherSignal
-from .objective import Scores
 from .opd_diagnostics import PREFIX, metrics_of
 
 
@@ -21,7 +21,7 @@ def rollout_metrics(
 
     Completions of the data do not count.
     """
-    student, teacher = scores["student"], scores["teacher"]
+    student, teacher = scores.student, scores.teacher
     gap = teacher - student
     of_rollouts = (batch.sampled * batch.weights_of_rows)[batch.row]  # [rollouts]
     of_tokens = of_rollouts[batch.owner]  # [N]
@@ -30,7 +30,7 @@ def rollout_metrics(
     # a rollout that the horizon has cut, and not its own length, neither stopped nor failed to
     cut = (stopped == 0) & (lengths < trainer.args.max_completion_length)
     # the mean of -gap over sampled tokens is an estimate of the reverse KL, where that is not the loss itself
-    reverse_kl = scores["divergence"] if trainer.args.loss_type == "reverse_kl" else -gap
+    reverse_kl = scores.divergence if trainer.args.loss_type == "reverse_kl" else -gap
     metrics = {
         "logprob/student": (student, of_tokens),
         "logprob/teacher": (teacher, of_tokens),
@@ -51,16 +51,17 @@ def rollout_metrics(
     if isinstance(trainer.teacher, Ensemble):
         metrics |= trainer.teacher.metrics(batch, "distill/reverse_kl", reverse_kl, of_tokens)
     if isinstance(signal, Chunked):
-        metrics |= alignment_metrics(signal.batch, scores["alone"], of_tokens)
+        metrics |= alignment_metrics(signal.batch, scores.alone, of_tokens)
     if batch.grades is not None:
         counts = batch.weights_of_rows
         metrics |= {
             "reward/mean": (batch.grades.mean(1), counts),
             "reward/spread": (batch.grades.std(1, correction=0), counts),
         }
-    if "entropy" in scores:
-        metrics["entropy"] = scores["entropy"], of_tokens
-    if stats := {name.removeprefix(PREFIX): scores[name] for name in scores if name.startswith(PREFIX)}:
+    if scores.entropy is not None:
+        metrics["entropy"] = scores.entropy, of_tokens
+    if scores.stats:
+        stats = {name.removeprefix(PREFIX): values for name, values in scores.stats.items()}
         metrics |= metrics_of(stats, batch.owner, of_tokens, trainer.args.max_completion_length)
     return metrics
 

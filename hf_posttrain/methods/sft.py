@@ -119,5 +119,5 @@ class SFTTrainer(PostTrainer):
         """-log pi of each trained token, [N]."""
         weights = self.weights(batch)
         scores = self.score(model, batch, LogProb(batch.targets, stats=True), weights)
-        metrics = {"mean_token_accuracy": (scores["correct"], None), "entropy": (scores["entropy"], None)}
-        return Losses(-scores["value"], weights, metrics, scores.get("router_logits"))
+        metrics = {"mean_token_accuracy": (scores.correct, None), "entropy": (scores.entropy, None)}
+        return Losses(-scores.value, weights, metrics, scores.router_logits)

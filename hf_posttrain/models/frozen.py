@@ -80,7 +80,7 @@ def shares_trained_weights(frozen: nn.Module, policy: nn.Module) -> bool:
 def branch_logps(model: nn.Module, batch: MicroBatch) -> Tensor:
     """Summed log-probabilities of each branch of a batch, without gradient: [B * K]."""
     with torch.no_grad(), forward.eval_mode(model):
-        values = forward.score(model, batch, LogProb(batch.targets))["value"]
+        values = forward.score(model, batch, LogProb(batch.targets)).value
     return batch.per_branch(values)
 
 

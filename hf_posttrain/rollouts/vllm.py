@@ -145,7 +145,7 @@ class VLLMSampler:
         tile = LogProb(batch.targets, self.options.temperature, vocabulary=trainer.vocabulary)
         model = trainer.model_wrapped
         with torch.no_grad(), scoring.eval_mode(model), trainer.accelerator.autocast():
-            values = scoring.score(model, batch, tile)["value"].float()
+            values = scoring.score(model, batch, tile).value.float()
         ours = torch.cat([values[batch.owner == number] for number in range(PROBES)]).cpu()
         gap = (ours - torch.tensor([logp for answer in logps for logp in answer])).abs()
         found = gather_object([(gap.mean().item(), gap.max().item())])  # each rank may have its own engine

@@ -10,13 +10,14 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from types import MethodType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
 
 from ..batching.micro_batch import MicroBatch
 from . import attention, rotary, states
@@ -211,23 +212,58 @@ def rounded_products(model: nn.Module) -> Iterator[None]:
 # ---- scores of a batch
 
 
+@dataclass
+class Scores(ModelOutput):
+    """Scores of the N scored tokens of a batch, [N] each.
+
+    Which are computed depends on the tile function. The others are None, and no keys of the mapping interface.
+    """
+
+    value: Tensor = None  # type: ignore[assignment]  # what the tile function differentiates
+    entropy: Tensor = None  # type: ignore[assignment]  # of the student's distribution
+    correct: Tensor = None  # type: ignore[assignment]  # 1 where the target is the most likely token
+    ce: Tensor = None  # type: ignore[assignment]  # cross-entropy of the target
+    divergence: Tensor = None  # type: ignore[assignment]
+    student: Tensor = None  # type: ignore[assignment]  # log-probability of the target
+    teacher: Tensor = None  # type: ignore[assignment]  # the teacher's log-probability of the target
+    alone: Tensor = None  # type: ignore[assignment]  # 1 where one token of another tokenizer has the same text
+    ids: Tensor = None  # type: ignore[assignment]  # [N, k], most likely tokens
+    logps: Tensor = None  # type: ignore[assignment]  # [N, k], their log-probabilities
+    router_logits: tuple[Tensor, ...] | None = None  # of each mixture-of-experts layer
+    stats: dict[str, Tensor] | None = None  # what the tile function returned under other names
+
+    @classmethod
+    def from_dict(cls, named: dict[str, Any]) -> Self:
+        """Return the scores that a scorer named."""
+        known = {field.name for field in fields(cls)}
+        stats = {name: value for name, value in named.items() if name not in known}
+        return cls(**{name: value for name, value in named.items() if name in known}, stats=stats or None)
+
+    def replace(self, **changes: Any) -> Self:
+        """Return a copy with some fields changed."""
+        return replace(self, **changes)
+
+
 def score(
     model: nn.Module,
     batch: MicroBatch,
     tile: TileFunction,
     weights: Tensor | None = None,
     router_logits: bool = False,
-) -> dict[str, Any]:
-    """Values and stats of the N scored tokens of a batch from `layouts.collate`.
+) -> Scores:
+    """Return the scores of the N scored tokens of a batch from `layouts.collate`.
 
-    Returns {"value": [N], **stats of the tile function, and "router_logits" on request}.
+    Args:
+        weights: See `head.score_tokens`.
+        router_logits: Return those of mixture-of-experts layers too.
     """
 
     def scorer(head: LMHead, hidden: Tensor) -> dict[str, Tensor]:
         value, stats = head.score(scored_states(hidden, batch), tile, weights)
         return {"value": value, **stats}
 
-    return run(model, batch, scorer, **({"output_router_logits": True} if router_logits else {}))
+    options = {"output_router_logits": True} if router_logits else {}
+    return Scores.from_dict(run(model, batch, scorer, **options))
 
 
 def run(model: nn.Module, batch: MicroBatch, scorer: Scorer, **kwargs: Any) -> dict[str, Any]:

@@ -97,7 +97,7 @@ class CrossTokenizerTeacher:
         tokens = self.their_eos.merge_ids(read.targets)
         if request.kind == "sampled":
             tile = self.their_eos.wrap(LogProb(tokens, request.temperature))
-            return Chunked(*common, self.teacher.score(read, tile)["value"].float())
+            return Chunked(*common, self.teacher.score(read, tile).value.float())
         states = self.teacher.states(read, self.their_eos)
         targets, longer = [], []
         for rows, logps in states.tiles(request.temperature):

@@ -116,10 +116,10 @@ class LocalTeacher(FrozenModel, TrainerCallback):
         targets = request.eos.merge_ids(read.targets)
         if request.kind == "sampled":
             tile: TileFunction = LogProb(targets, request.temperature, vocabulary=request.vocabulary)
-            return Sampled(self.score(read, request.eos.wrap(tile))["value"])
+            return Sampled(self.score(read, request.eos.wrap(tile)).value)
         tile = TopTokens(request.top_k, request.temperature, request.vocabulary, targets)
         scores = self.score(read, request.eos.wrap(tile))
-        return TopK(scores["ids"], scores["logps"], scores["value"])
+        return TopK(scores.ids, scores.logps, scores.value)
 
     def signals(self, batches: Sequence[MicroBatch], request: Request) -> None:
         """Return None: one batch after the other is as fast."""
@@ -129,7 +129,7 @@ class LocalTeacher(FrozenModel, TrainerCallback):
         if self.sharded:
             self.score(batch, LogProb(batch.targets))
 
-    def score(self, batch: MicroBatch, tile: TileFunction) -> dict[str, Tensor]:
+    def score(self, batch: MicroBatch, tile: TileFunction) -> forward.Scores:
         """Run `forward.score` on a batch of the teacher, without gradient."""
         with torch.no_grad(), self.accelerator.autocast(), self as model:
             return forward.score(model, batch, tile)

@@ -72,7 +72,7 @@ class StepMixin(TrainerInterface):
 
     def score(
         self, model: nn.Module, batch: MicroBatch, tile: TileFunction, weights: Tensor | None = None
-    ) -> dict[str, Any]:
+    ) -> forward.Scores:
         """`forward.score`, with the router's logits where their loss is on, and NEFTune's noise."""
         noise = self.args.neftune_noise_alpha if forward.unwrapped(model).training else None
         with neftune.embedding_noise(model, batch, noise) if noise else nullcontext():

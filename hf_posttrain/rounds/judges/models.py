@@ -171,5 +171,5 @@ class TeacherJudge(ModelJudge):
         given = [Example(prompt, [Branch(ids)]) for prompt, ids in examples]
         batch = collate(given, "padded").to(self.device)
         size = causal_lm(self.model).config.get_text_config().vocab_size
-        values = score(self.model, batch, LogProb(batch.targets, vocabulary=size))["value"].float()
+        values = score(self.model, batch, LogProb(batch.targets, vocabulary=size)).value.float()
         return [values[batch.owner == n].mean().item() for n in range(len(examples))]
