@@ -24,7 +24,7 @@ from hf_posttrain.check.kept import Kept
 from hf_posttrain.data.images import PictureReader, stored
 from hf_posttrain.models.load import without_videos
 from hf_posttrain.scoring import forward
-from hf_posttrain.scoring.attention import choose_attention, row_multiple
+from hf_posttrain.scoring.attention_selection import choose_attention, row_multiple
 from hf_posttrain.scoring.head import LogProb
 from hf_posttrain.scoring.layouts import Branch, Example, collate
 from hf_posttrain.scoring.pictures import Pictures

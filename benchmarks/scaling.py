@@ -80,7 +80,7 @@ def measure(given: dict[str, Any], size: dict[str, int]) -> dict[str, float]:
     import torch
 
     from hf_posttrain.scoring import forward
-    from hf_posttrain.scoring.attention import choose_attention, row_multiple
+    from hf_posttrain.scoring.attention_selection import choose_attention, row_multiple
     from hf_posttrain.scoring.choose_layout import choose_layout
     from hf_posttrain.scoring.head import LogProb
 

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoTokenizer, TrainerCallback
 
 from hf_posttrain.scoring import forward
-from hf_posttrain.scoring.attention import avoid_cudnn
+from hf_posttrain.scoring.attention_selection import avoid_cudnn
 
 from . import flops
 from .setting import build_model

@@ -6,7 +6,6 @@ import reprlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 60
@@ -42,7 +41,7 @@ def error_context(where: str) -> Iterator[None]:
         raise InputError(f"{where}: {error}") from error
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """A value as messages show it: one line of printable text, shortened, however large or deep the value is."""
     return _SHORT.repr(value)
 

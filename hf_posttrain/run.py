@@ -25,7 +25,7 @@ import warnings
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from . import __version__
 from .errors import InputError, RunStopped, nearest, printable
@@ -34,6 +34,9 @@ from .recipe.cli import parse, tell
 from .recipe.fields import train_fields
 from .recipe.read import load_recipe
 from .recipe.sections import Recipe
+
+if TYPE_CHECKING:
+    from .trainer.interface import TrainerInterface
 
 logger = logging.getLogger("hf_posttrain.run")  # also as __main__
 
@@ -225,13 +228,13 @@ def train(trainer: Any, recipe: Recipe) -> dict[str, float]:
     return metrics
 
 
-def stop(trainer: Any, why: str) -> NoReturn:
+def stop(trainer: "TrainerInterface", why: str) -> NoReturn:
     """Raise RunStopped on all ranks together: a launcher ends the others when the first one leaves."""
     trainer.accelerator.wait_for_everyone()
     raise RunStopped(why)
 
 
-def finish(trainer: Any, recipe: Recipe, metrics: dict[str, float]) -> dict[str, float]:
+def finish(trainer: "TrainerInterface", recipe: Recipe, metrics: dict[str, float]) -> dict[str, float]:
     """Save the trained model and the recipe as resolved, then evaluate; returns the metrics of both."""
     trainer.save_model()  # and adapter, tokenizer, generation config
     if trainer.is_world_process_zero():
@@ -247,7 +250,7 @@ def finish(trainer: Any, recipe: Recipe, metrics: dict[str, float]) -> dict[str,
     return metrics | found
 
 
-def last_evaluation(trainer: Any) -> dict[str, float]:
+def last_evaluation(trainer: "TrainerInterface") -> dict[str, float]:
     """The metrics of an evaluation of the weights as they are now, made after the last step; {} without one."""
     from .report.run_folder import saved_best
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers.utils import is_flash_attn_2_available
 
 from hf_posttrain.losses import divergence
-from hf_posttrain.scoring import attention, forward, head, teacher_tiles
+from hf_posttrain.scoring import attention, attention_selection, forward, head, teacher_tiles
 from hf_posttrain.scoring.head import LogProb, TileFunction
 from hf_posttrain.scoring.teacher_tiles import dense
 from hf_posttrain.teachers.local import TeacherStates
@@ -102,13 +102,13 @@ def version_of(package: str) -> str | None:
 def check_layouts(settings: Settings) -> Iterator[Record]:
     """Log-probabilities and a gradient of shared, packed and padded rows, against padded rows with eager attention."""
     device = torch.device(settings.device)
-    attention.avoid_cudnn(device)
+    attention_selection.avoid_cudnn(device)
     spec = {"device": settings.device, "dtype": "float32", "attention": "eager"}
     model = random_model(configured(settings.shape("qwen3-0.6b"), BPE_VOCABULARY), spec)
     forward.enable_scoring(model)
 
     def score(layout: str) -> tuple[Tensor, Tensor]:
-        multiple = attention.row_multiple([model])
+        multiple = attention_selection.row_multiple([model])
         batch = random_batch(LAYOUT_LENGTHS, BPE_VOCABULARY, layout, settings.device, multiple)
         sums = batch.per_branch(score_and_backward(model, batch))
         return sums.double(), first_gradient(model).double()
@@ -120,7 +120,7 @@ def check_layouts(settings: Settings) -> Iterator[Record]:
             weight.grad = None
         model.set_attn_implementation(implementation.replace("segments", "sdpa"))
         if implementation == "segments":
-            attention.choose_attention(model, device)
+            attention_selection.choose_attention(model, device)
         values, gradient = (relative_error(*pair) for pair in zip(score(layout), expected, strict=True))
         right = within([values], VALUES[dtype]) and within([gradient], GRADIENTS[dtype])
         yield {"layout": layout, "attention": implementation, "dtype": str(dtype).removeprefix("torch."),
@@ -151,7 +151,7 @@ def compare_attention(settings: Settings, forms: tuple[str, ...]) -> Iterator[Re
         if form == "flex" and settings.device == "cpu":
             continue  # its kernel for CPU has no backward
         model = build(settings, "flex_attention" if form == "flex" else "sdpa", ours=form != "mask")
-        multiple = attention.row_multiple([model])
+        multiple = attention_selection.row_multiple([model])
         batch = random_batch(preference_lengths(8), settings.vocabulary, "shared", settings.device, multiple)
         run = partial(score_and_backward, model, batch)
         with counted_varlen() as calls:

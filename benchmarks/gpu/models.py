@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_posttrain.batching.micro_batch import MicroBatch
-from hf_posttrain.scoring import attention, forward
+from hf_posttrain.scoring import attention_selection, forward
 from hf_posttrain.scoring.head import LogProb
 
 from ..setting import configured, random_model
@@ -26,9 +26,9 @@ def build(settings: Settings, implementation: str = "sdpa", ours: bool = True) -
     spec = {"device": settings.device, "dtype": "bfloat16", "attention": implementation}
     model = random_model(configured(settings.shape("qwen3-0.6b"), settings.vocabulary), spec)
     forward.enable_scoring(model)
-    attention.avoid_cudnn(device)
+    attention_selection.avoid_cudnn(device)
     if ours:
-        attention.choose_attention(model, device)
+        attention_selection.choose_attention(model, device)
     return model
 
 

@@ -101,7 +101,7 @@ class MicroBatch(ModelOutput):
         return self.replace(**{name: _pinned(value) for name, value in self.items()})
 
 
-def _pinned(value: Any) -> Any:
+def _pinned(value: object) -> Any:
     """Return a copy of a value in pinned memory, as far as it holds tensors."""
     if hasattr(value, "pin_memory"):  # a tensor, or a batch within a batch, which is a dict too
         return value.pin_memory()

@@ -9,13 +9,19 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from logging.handlers import BufferingHandler
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import error_context
 from ..methods import METHODS
 from ..recipe import build
 from ..recipe.sections import Recipe
 from ..rollouts.options import SAMPLERS
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from ..trainer.config import PostTrainConfig
 
 _USUAL = (  # options of all methods whose defaults are shown
     "learning_rate", "lr_scheduler_type", "warmup_steps", "optim", "weight_decay", "max_grad_norm", "num_train_epochs",
@@ -165,7 +171,11 @@ def check(
 
 
 def fitted_models(
-    recipe: Recipe, tokenizer: Any, peft_config: Any, config: Any, rows: dict[str, Any]
+    recipe: Recipe,
+    tokenizer: "PreTrainedTokenizerBase",
+    peft_config: "PeftConfig",
+    config: "PostTrainConfig",
+    rows: dict[str, Any],
 ) -> tuple[list[Any], Any, list[str]]:
     """Return the causal LMs of a run without memory, the policy first, each prepared as by the trainer; the Config as
     the models support it; and a line on what the adapter acts on, if there is one.
@@ -218,7 +228,7 @@ def describe_teacher(name: str, section: Any) -> str:
     return f"{name}: {', '.join([said, *more])}"
 
 
-def quicker_on_cpu(recipe: Recipe, config: Any, engine: Any, model: Any) -> list[str]:
+def quicker_on_cpu(recipe: Recipe, config: Any, engine: Any, model: "PreTrainedModel") -> list[str]:
     """The advice to train in bf16, for a run on a CPU that multiplies it, where the recipe leaves it open. In a small
     model casts cost what products save."""
     from ..scoring.cpu import multiplies_bf16

@@ -25,11 +25,12 @@ from ..recipe.sections import Recipe
 from ..rollouts.options import PolicySamplerOptions, VLLMColocateOptions
 from ..rounds.draw import piece_size
 from ..rounds.judges.section import MODELS
-from ..scoring.attention import row_multiple
+from ..scoring.attention_selection import row_multiple
 from ..scoring.choose_layout import able
 from ..scoring.head import BYTES_PER_LOGIT, META_MEMORY, kept_logits, tile_rows
 from ..scoring.layouts import collate
 from ..teachers.options import precomputes
+from ..trainer.config import PostTrainConfig
 from ..trainer.option_group import OptionKind
 from ..watch.symptoms import listed
 from .placement import Engine, Shapes, engine_asked, policy_on
@@ -296,7 +297,12 @@ class Run:
 
 
 def estimate(
-    recipe: Recipe, config: Any, trainer_class: Any, rows: dict, engine: Engine | None = None, gib: float | None = None
+    recipe: Recipe,
+    config: PostTrainConfig,
+    trainer_class: Any,
+    rows: dict,
+    engine: Engine | None = None,
+    gib: float | None = None,
 ) -> MemoryEstimate:
     """The memory that training on `rows`, as `prepare_data` gives them, needs of each device. engine: in place of this
     process's; for GPUs it means what the recipe would be there, bf16 for instance. gib: in place of this machine's."""

@@ -124,7 +124,7 @@ def policy_on(engine: Engine, weights: Weights, optim: Any, mixed: bool) -> dict
     return {"parameters": parameters, "gradients": gradients * kept, "optimizer": optimizer * kept, "host": host}
 
 
-def with_adapter(model: Any, section: ModelSection, vision: bool) -> Any:
+def with_adapter(model: nn.Module, section: ModelSection, vision: bool) -> Any:
     """Return a model without memory with the trained adapter of its section, or unchanged where that has none.
 
     vision: is its tower for pictures trained too?

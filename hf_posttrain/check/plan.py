@@ -12,9 +12,10 @@ from transformers import PreTrainedModel
 from ..rounds.in_rounds import planned_rows
 from ..rounds.section import rounds_in
 from ..scoring import layouts
-from ..scoring.attention import row_multiple
+from ..scoring.attention_selection import row_multiple
 from ..scoring.choose_layout import able
 from ..scoring.layouts import Branch, Example
+from ..trainer.config import PostTrainConfig
 
 MICRO_BATCHES = 50  # how many are laid out to measure padding and tokens
 
@@ -53,7 +54,9 @@ class Plan:
             yield "there is no optimizer step: raise train.num_train_epochs or train.max_steps"
 
 
-def plan(rows: Any, trainer_class: Any, config: Any, models: Sequence[PreTrainedModel], processes: int) -> Plan:
+def plan(
+    rows: Any, trainer_class: Any, config: PostTrainConfig, models: Sequence[PreTrainedModel], processes: int
+) -> Plan:
     """rows: of data.train, prepared. models: the policy, and the teacher if any; they need no weights."""
     fitting, why = able(models, config.max_length)
     layout = fitting[0] if config.layout == "auto" else config.layout
@@ -92,7 +95,7 @@ def plan(rows: Any, trainer_class: Any, config: Any, models: Sequence[PreTrained
     )  # fmt: skip
 
 
-def _described(config: Any, prompts: int, steps: int) -> str:
+def _described(config: PostTrainConfig, prompts: int, steps: int) -> str:
     """The rounds of a run in a line."""
     rounds = getattr(config, "rounds", None)
     if rounds is None:

@@ -10,6 +10,8 @@ from typing import Any
 import datasets
 import numpy as np
 import torch
+from peft import PeftConfig
+from transformers import PreTrainedTokenizerBase
 
 from ..batching.micro_batch import MicroBatch
 from ..data.lengths import longest, tokens_of
@@ -91,7 +93,7 @@ class Probe:
             yield f"rollouts are {away} from what the student would sample: {remedy}"
 
 
-def probe(recipe: Recipe, tokenizer: Any, peft_config: Any, rows: Any) -> Probe:
+def probe(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, peft_config: PeftConfig, rows: Any) -> Probe:
     """One step on the longest rows of `rows` (prepared; of a stream its first ones). Every rank calls it. Raises what
     training would, OutOfMemoryError too."""
     method = METHODS[recipe.method]

@@ -9,6 +9,7 @@ from accelerate.utils import broadcast_object_list
 
 from ..models.load import load_skeleton
 from ..recipe.sections import Recipe
+from ..trainer.config import PostTrainConfig
 from .memory import GIB, estimate
 from .placement import Engine, engine_asked
 
@@ -17,10 +18,18 @@ ROOMY = 0.7  # share of a GPU that an estimate may take before it counts as full
 
 
 def spare_checkpointing(
-    recipe: Recipe, config: Any, trainer_class: Any, rows: dict, engine: Engine | None = None, gib: float | None = None
+    recipe: Recipe,
+    config: PostTrainConfig,
+    trainer_class: Any,
+    rows: dict,
+    engine: Engine | None = None,
+    device_memory: float | None = None,
 ) -> None:
     """Switch activation checkpointing off in a run on a GPU that has room for all activations, where the recipe leaves
-    it open: it costs a third more compute, and gives the same numbers. engine, gib: as in `estimate`."""
+    it open: it costs a third more compute, and gives the same numbers.
+
+    engine, device_memory: as `engine` and `gib` of `estimate`.
+    """
     names, engine = ("activation_checkpointing", "gradient_checkpointing"), engine or engine_asked(config)
     options = {*names, *(f"{name}_kwargs" for name in names)}
     if not engine.gpu or options & recipe.train.keys() or not isinstance(rows["train"], datasets.Dataset):
@@ -30,7 +39,7 @@ def spare_checkpointing(
     without = copy.copy(config)
     without.activation_checkpointing = False
     try:
-        found = estimate(recipe, without, trainer_class, rows, engine, gib)
+        found = estimate(recipe, without, trainer_class, rows, engine, device_memory)
     except ValueError as error:  # an architecture that cannot be counted
         logger.info("activation_checkpointing: on (what the run needs without it is not known: %s)", error)
         return

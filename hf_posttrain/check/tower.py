@@ -36,7 +36,7 @@ class Tower:
         return kept if self.trained else 0.0
 
 
-def stack_of(model: Any) -> nn.ModuleList:
+def stack_of(model: nn.Module) -> nn.ModuleList:
     """The layers of a model's tower."""
     lists = (part for name, part in model.named_modules() if isinstance(part, nn.ModuleList) and is_vision(model, name))
     return max(lists, key=len)

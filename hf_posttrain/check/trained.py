@@ -10,6 +10,7 @@ from typing import Any
 
 import datasets
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
 from ..data import chat
 from ..data.align import Aligner
@@ -21,6 +22,7 @@ from ..data.sources import load
 from ..errors import InputError, error_context, printable
 from ..recipe.datasets import names_of
 from ..recipe.sections import Recipe
+from ..trainer.config import PostTrainConfig
 
 SHOWN = 3  # samples of each source
 LOOKED_AT = 1000  # rows of each source whose beginnings and ends are counted
@@ -285,7 +287,9 @@ def _alignment(
     return {name: counts[name] / counts["all"] for name in ("one_to_one", "unaligned")}
 
 
-def _first_examples(raw: Any, method: Reader, tokenizer: Any, config: Any, name: str, count: int) -> list[dict]:
+def _first_examples(
+    raw: Any, method: Reader, tokenizer: PreTrainedTokenizerBase, config: PostTrainConfig, name: str, count: int
+) -> list[dict]:
     """What the first `count` raw rows become, examples that train nothing included."""
     first = raw.select(range(min(count, len(raw)))) if isinstance(raw, datasets.Dataset) else raw.take(count)
     return list(tokenised(first, method, tokenizer, config, name))

@@ -16,7 +16,7 @@ from datetime import datetime
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .. import __version__
 from ..errors import InputError, error_context, named, nearest_path
@@ -26,6 +26,9 @@ from ..recipe.sections import Source
 from .metrics import load_metric, load_tasks, measure, run_tasks
 from .pieces import KeptBatches
 from .results import EVALUATIONS, RESULTS, as_table, keep, results_folder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 UNFINISHED = ".eval_answers.part"
 """File of the greedy answers of a command that has not ended."""
@@ -161,7 +164,7 @@ class Rows:
     left_out: list[str] = field(default_factory=list)  # what is not computed, and why
 
 
-def read_rows(given: argparse.Namespace, tokenizer: Any) -> Rows:
+def read_rows(given: argparse.Namespace, tokenizer: "PreTrainedTokenizerBase") -> Rows:
     """The rows of --data. Raises InputError for the first bad row, and where the columns hold nothing to evaluate."""
     from ..data import kinds
     from ..data.formats import detect, our_name

@@ -257,7 +257,7 @@ def _written(tree: dict[str, Any], depth: int = 0) -> Iterator[str]:
         yield f"{line}  # {cut[0] + ', ...' * comment[cut.end() :].startswith(',') if cut else comment}\n"
 
 
-def in_yaml(value: Any) -> str:
+def in_yaml(value: object) -> str:
     """A value on one line."""
     if not isinstance(value, str | dict):
         return json.dumps(value).replace("e-0", "e-")

@@ -14,7 +14,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..capabilities import Feature, conflict
 from ..errors import InputError, error_context
@@ -24,6 +24,9 @@ from ..recipe.cli import Parser, find_recipe, number, tell
 from ..recipe.read import load_recipe
 from ..recipe.sections import Recipe, Source
 from .pieces import PieceFile, refuse_existing
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 PIECE = 64
@@ -128,7 +131,9 @@ def sample(source: Recipe | ModelSection, given: Any) -> Iterator[dict[str, Any]
 class _Asked:
     """What is answered, by which model, and how."""
 
-    def __init__(self, section: ModelSection, tokenizer: Any, rows: Any, where: str, switches: Any = None):
+    def __init__(
+        self, section: ModelSection, tokenizer: "PreTrainedTokenizerBase", rows: Any, where: str, switches: Any = None
+    ):
         self.section, self.tokenizer, self.where, self.switches = section, tokenizer, where, switches
         self.rows: list[dict[str, Any]] = [row for row in rows if row["prompt_ids"]]
         if lacking := len(rows) - len(self.rows):
@@ -278,7 +283,7 @@ def _by_server(asked: _Asked, url: str) -> Any:
     return answer
 
 
-def _hash(value: Any) -> str:
+def _hash(value: object) -> str:
     import xxhash
 
     return xxhash.xxh3_64_hexdigest(repr(value).encode())

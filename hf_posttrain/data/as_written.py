@@ -35,7 +35,7 @@ class AsWritten:
     def __call__(self) -> pa.DataType:
         return pa.string()
 
-    def encode_example(self, value: Any) -> str | None:
+    def encode_example(self, value: object) -> str | None:
         return None if value is None else json.dumps(value, default=_written)
 
     def cast_storage(self, values: pa.Array) -> pa.Array:
@@ -49,7 +49,7 @@ class AsWritten:
         return None if text is None else json.loads(text)
 
 
-def _written(value: Any) -> str:
+def _written(value: object) -> str:
     """What JSON has in place of a value that it cannot write: of a picture the picture."""
     if isinstance(value, bytes) or type(value).__module__.startswith("PIL."):
         return data_url(value)
@@ -71,7 +71,7 @@ def from_rows(rows: Sequence[Mapping[str, Any]]) -> datasets.Dataset:
     return made.cast(datasets.Features(made.features | dict.fromkeys(kept, AsWritten()))) if kept else made
 
 
-def _holds_mapping(value: Any) -> bool:
+def _holds_mapping(value: object) -> bool:
     return isinstance(value, Mapping) or (isinstance(value, list | tuple) and any(map(_holds_mapping, value)))
 
 

@@ -14,6 +14,7 @@ import datasets
 import numpy as np
 import pandas as pd
 import pyarrow.compute as pc
+from transformers import PreTrainedTokenizerBase
 
 from .encode import ALIKE, COMPLETION_CUT, NO_TARGET, PROMPT_CUT
 from .kinds import Reader, RowKind, class_weights
@@ -164,7 +165,11 @@ class DataAudit:
 
 
 def audits(
-    raw: Mapping[str, Any], method: Reader, tokenizer: Any, config: Any, names: Mapping[str, str] | None = None
+    raw: Mapping[str, Any],
+    method: Reader,
+    tokenizer: PreTrainedTokenizerBase,
+    config: Any,
+    names: Mapping[str, str] | None = None,
 ) -> dict[str, DataAudit]:
     """What `method` makes of each data set, as `sources.load` reads it; of a stream, of its first STREAMED examples.
 
@@ -213,7 +218,9 @@ def _count(raw: Any, every: pd.DataFrame, keys: list[str], kind: RowKind, config
     return made
 
 
-def _examples(raw: Any, method: Reader, tokenizer: Any, config: Any, name: str) -> tuple[pd.DataFrame, list[str]]:
+def _examples(
+    raw: Any, method: Reader, tokenizer: PreTrainedTokenizerBase, config: Any, name: str
+) -> tuple[pd.DataFrame, list[str]]:
     """(one line an example, names of the columns that have its keys).
 
     Its other columns: FACTS and the label, tokens of the prompt and of each answer under the names of their ids, and

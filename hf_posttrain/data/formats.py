@@ -94,7 +94,7 @@ def unread(columns: Iterable[str], form: str) -> list[str]:
     return [column for column in columns if column not in used]
 
 
-def read_label(value: Any) -> bool:
+def read_label(value: object) -> bool:
     """Is an answer good? Raises InputError for what says neither."""
     label = _LABELS.get(str(value).lower()) if isinstance(value, str | int | float) else None
     if label is None:
@@ -253,7 +253,7 @@ def _tools(row: dict) -> list | None:
     return tools
 
 
-def read_template_kwargs(value: Any) -> dict:
+def read_template_kwargs(value: object) -> dict:
     """A row's own options for the chat template, which may be JSON text. Raises InputError for what is no mapping."""
     with suppress(ValueError, RecursionError):
         value = json.loads(value) if isinstance(value, str) else value

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from ..errors import InputError, error_context, shown
 from .messages import is_picture, role_of, text_of
@@ -112,7 +113,7 @@ def _listed(row: dict) -> tuple[str, list]:
     return given[0], listed
 
 
-def _marked(value: Any) -> tuple[Any, list]:
+def _marked(value: object) -> tuple[Any, list]:
     """A column with MARK as text in place of the parts that are pictures, and their values, None where they have
     none."""
     found: list[Any] = []
@@ -128,7 +129,7 @@ def _marked(value: Any) -> tuple[Any, list]:
             return {"type": "text", "text": MARK}
         return item
 
-    def turn(message: Any) -> Any:
+    def turn(message: object) -> Any:
         if not isinstance(message, dict):
             return message
         content = message.get("content", message.get("value"))
@@ -167,7 +168,7 @@ def _place(row: dict, asked: str, column: str, pictures: int, places: int) -> No
                 raise InputError(f"column {name!r}: there is no turn of a user for the pictures to stand in")
 
 
-def _asked(value: Any) -> Iterator[str]:
+def _asked(value: object) -> Iterator[str]:
     """The texts of a column that a PLACEHOLDER may stand in: no assistant's."""
     kept: list[str] = []
 
@@ -179,14 +180,14 @@ def _asked(value: Any) -> Iterator[str]:
     yield from kept
 
 
-def _changed(value: Any, change: Callable[[str, str | None], str]) -> Any:
+def _changed(value: object, change: Callable[[str, str | None], str]) -> Any:
     """A column in which `change`, of a text and whose it is, is done to all texts but those of assistants."""
     if isinstance(value, str):
         return change(value, "user")
     if not isinstance(value, list):
         return value
 
-    def turn(message: Any) -> Any:
+    def turn(message: object) -> Any:
         role = role_of(message)
         if role == "assistant" or not isinstance(message, dict):
             return message
@@ -205,7 +206,7 @@ def _changed(value: Any, change: Callable[[str, str | None], str]) -> Any:
 # ---- pictures
 
 
-def stored(value: Any, folder: str | None = None) -> dict[str, Any]:
+def stored(value: object, folder: str | None = None) -> dict[str, Any]:
     """A picture as prepared rows have it: {bytes, path}, one of them None. Paths are absolute then.
 
     value: a PIL image, bytes, a path, a data URL, or a mapping with bytes or path as `datasets` has it. Raises
@@ -410,7 +411,7 @@ def _of_size(reader: PictureReader, width: int, height: int) -> tuple[list[int] 
     return None if grid is None else [int(n) for n in grid[0]], texts[0]
 
 
-def read_by(tokenizer: Any) -> PictureReader | None:
+def read_by(tokenizer: PreTrainedTokenizerBase) -> PictureReader | None:
     """What reads pictures for a tokenizer, if its model does: `with_pictures` has put it there."""
     return getattr(tokenizer, "picture_reader", None)
 

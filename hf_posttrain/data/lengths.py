@@ -9,7 +9,7 @@ import datasets
 import numpy as np
 import pyarrow.compute as pc
 import torch
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedTokenizerBase, TrainingArguments
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from ..capabilities import Feature, conflict, option_features
@@ -38,7 +38,7 @@ class _ByLength(LengthGroupedSampler):
         return super().__iter__()
 
 
-def seeded_sampler(sampler: Any, args: Any, rows_per_step: int) -> Any:
+def seeded_sampler(sampler: Any, args: TrainingArguments, rows_per_step: int) -> Any:
     """A sampler by length whose order depends on (data_seed or seed, epoch) and the rows of an optimizer step on all
     ranks; any other as it is."""
     if not isinstance(sampler, LengthGroupedSampler):
@@ -46,7 +46,7 @@ def seeded_sampler(sampler: Any, args: Any, rows_per_step: int) -> Any:
     return _ByLength(sampler, rows_per_step, args.seed if args.data_seed is None else args.data_seed)
 
 
-def with_lengths(rows: Any, args: Any) -> Any:
+def with_lengths(rows: Any, args: TrainingArguments) -> Any:
     """Prepared rows with the tokens of each, where the sampler by length is asked for."""
     wanted = args.train_sampling_strategy == "group_by_length"
     if isinstance(rows, datasets.IterableDataset):
@@ -56,7 +56,7 @@ def with_lengths(rows: Any, args: Any) -> Any:
     return rows.add_column(args.length_column_name, tokens_of(rows))
 
 
-def check_length_known(rows: Any, args: Any, training: bool) -> None:
+def check_length_known(rows: Any, args: TrainingArguments, training: bool) -> None:
     """Raise InputError for a stream of prepared rows if an option requires all of them beforehand.
 
     training: whether these are the rows to train on.
@@ -72,7 +72,7 @@ def check_length_known(rows: Any, args: Any, training: bool) -> None:
             raise InputError(conflict(feature, Feature.STREAM))
 
 
-def check_fills_step(rows: Any, args: Any) -> None:
+def check_fills_step(rows: Any, args: TrainingArguments) -> None:
     """Raise InputError if prepared training rows do not fill a batch that must be full, or if a stream of them has
     fewer rows than an optimizer step takes.
 
@@ -116,7 +116,7 @@ def flat_ids(rows: datasets.Dataset) -> list[Any]:
     return [pc.list_flatten(column, recursive=True) for column in columns]
 
 
-def planned_passes(rows: Any, args: Any, rows_per_step: int) -> float:
+def planned_passes(rows: Any, args: TrainingArguments, rows_per_step: int) -> float:
     """How often a run sees prepared rows; 0 for a stream, whose length is not known."""
     if not isinstance(rows, datasets.Dataset):
         return 0.0
@@ -138,7 +138,7 @@ def longest(rows: Any, count: int, columns: Sequence[str] = ()) -> datasets.Data
     return rows.select(np.argsort(-tokens_of(rows, columns), kind="stable")[:count])
 
 
-def full_lengths(rows: datasets.Dataset, args: Any) -> np.ndarray:
+def full_lengths(rows: datasets.Dataset, args: TrainingArguments) -> np.ndarray:
     """Of each example of prepared rows the tokens of its prompt and its longest answer; answers that are sampled while
     training may become as long as max_completion_length."""
     if longest := getattr(args, "max_completion_length", None):
@@ -147,7 +147,7 @@ def full_lengths(rows: datasets.Dataset, args: Any) -> np.ndarray:
     return example_lengths(rows, branches)
 
 
-def warn_if_too_long(rows: Any, config: PretrainedConfig, args: Any) -> None:
+def warn_if_too_long(rows: Any, config: PretrainedConfig, args: TrainingArguments) -> None:
     """Warn of prepared rows, not of a stream, that are longer than the positions that the model's config names."""
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if positions is None or not isinstance(rows, datasets.Dataset):
@@ -163,7 +163,7 @@ def warn_if_too_long(rows: Any, config: PretrainedConfig, args: Any) -> None:
         )  # fmt: skip
 
 
-def check_answered(rows: Any, tokenizer: Any, why: str) -> None:
+def check_answered(rows: Any, tokenizer: PreTrainedTokenizerBase, why: str) -> None:
     """Raise InputError, with the reason, where prepared rows have no completion, or one that is labelled false.
 
     Of a stream its first rows are read.

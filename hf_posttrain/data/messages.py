@@ -23,7 +23,7 @@ _THOUGHT = re.compile(r"\s*(?:<think>)?(.*?)</think>\s*", re.DOTALL)  # what pro
 _WRITTEN = re.compile(r"""\s*[\[{].*["'](role|from)["']""", re.DOTALL)
 
 
-def clean_messages(value: Any) -> Messages:
+def clean_messages(value: object) -> Messages:
     """Messages as templates expect them: from/value renamed, parts of text joined, absent (None) keys removed.
 
     Raises InputError for what is not a list of `{role, content}` or `{from, value}`, for roles by names that templates
@@ -34,7 +34,7 @@ def clean_messages(value: Any) -> Messages:
     return [_clean_message(message, n) for n, message in enumerate(value)]
 
 
-def role_of(message: Any) -> str | None:
+def role_of(message: object) -> str | None:
     """The role that a raw message will have once it is clean; None where it has none that is known."""
     if not isinstance(message, dict):
         return None
@@ -53,7 +53,7 @@ def are_written_messages(text: Any) -> bool:
     return False
 
 
-def _clean_message(message: Any, n: int) -> dict[str, Any]:
+def _clean_message(message: object, n: int) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise InputError(f"message {n} is {shown(message)}, expected {{role, content}}")
     message = _given(message)
@@ -140,7 +140,7 @@ def _with_reasoning(turn: dict[str, Any], n: int, wanted: str, key: str | None) 
     return turn | ({key: thought} if key else {"content": f"<think>\n{thought}\n</think>\n\n{content}"})
 
 
-def text_of(value: Any) -> str:
+def text_of(value: object) -> str:
     """All strings inside a value, on lines of their own: those of messages and lists too, but for names of roles."""
     if isinstance(value, dict):
         return "\n".join(text_of(item) for key, item in value.items() if key not in ("role", "from", "type"))
@@ -163,14 +163,14 @@ def _given(mapping: dict) -> dict:
     return {key: value for key, value in mapping.items() if value is not None}
 
 
-def holds_null(value: Any) -> bool:
+def holds_null(value: object) -> bool:
     """Is a null inside tools, or inside the calls of messages?"""
     parts = [part for part in value if isinstance(part, dict)] if isinstance(value, list) else []
     inside = [part.get("tool_calls") if {"role", "from"} & {*part} else part for part in parts]
     return any(part != without_none(part) for part in inside)
 
 
-def without_none(value: Any) -> Any:
+def without_none(value: object) -> Any:
     """`value` without the None entries that Arrow adds where dictionaries differ in their keys."""
     if isinstance(value, dict):
         return {key: without_none(item) for key, item in value.items() if item is not None}

@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import yaml
 
@@ -70,7 +70,7 @@ def prompt_problem(rows: list[dict], aside: Collection[str], form: str) -> str |
 def picture_problem(rows: list[dict], aside: Collection[str]) -> str | None:
     """What to do about a column with pictures, `aside` from the text that is read; None where there is none."""
 
-    def is_picture(value: Any) -> bool:
+    def is_picture(value: object) -> bool:
         if isinstance(value, list):
             return any(map(is_picture, value))
         if isinstance(value, dict):
@@ -99,7 +99,7 @@ def _plain(column: str) -> str:
     return column.strip().lower().replace("-", "_").replace(" ", "_")
 
 
-def kind(value: Any) -> str:
+def kind(value: object) -> str:
     """Of a value: text, flag (true or false, 1 or 0), number, messages, ids, list, mapping or nothing."""
     if isinstance(value, bool) or (isinstance(value, int) and value in (0, 1)):
         return "flag"

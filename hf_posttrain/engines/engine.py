@@ -5,39 +5,39 @@ need for weights that are cut over the ranks is in `sharded`.
 """
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from . import sharded
 
 
-def name(accelerator: Any) -> str:
+def name(accelerator: Accelerator) -> str:
     """single, ddp, fsdp2, zero1, zero2 or zero3."""
     if accelerator.state.deepspeed_plugin is not None:
         return f"zero{zero_stage(accelerator)}"
     return "fsdp2" if accelerator.is_fsdp2 else "single" if accelerator.num_processes == 1 else "ddp"
 
 
-def zero_stage(accelerator: Any) -> int:
+def zero_stage(accelerator: Accelerator) -> int:
     """0 without DeepSpeed."""
     plugin = accelerator.state.deepspeed_plugin
     return 0 if plugin is None else plugin.zero_stage
 
 
-def shards(accelerator: Any) -> bool:
+def shards(accelerator: Accelerator) -> bool:
     """Does the engine cut the weights of a model over the ranks?"""
     return accelerator.is_fsdp2 or zero_stage(accelerator) == 3
 
 
-def changes_weights(accelerator: Any) -> bool:
+def changes_weights(accelerator: Accelerator) -> bool:
     """Does the engine cut or cast weights when training begins, so that the policy cannot score (rightly) before?"""
     return name(accelerator) not in ("single", "ddp")
 
 
-def prepare_frozen(model: nn.Module, accelerator: Any, offload: bool = False) -> nn.Module:
+def prepare_frozen(model: nn.Module, accelerator: Accelerator, offload: bool = False) -> nn.Module:
     """`model`, wrapped and cut as the policy is, or moved to the device where nothing is cut. Changes it in place.
 
     Under DeepSpeed it gets the policy's dtype: bf16 means bf16 weights there, not autocast.
@@ -50,7 +50,7 @@ def prepare_frozen(model: nn.Module, accelerator: Any, offload: bool = False) ->
     return model.to(accelerator.device, dtype)
 
 
-def whole_weights(model: Any, accelerator: Any) -> AbstractContextManager[nn.Module]:
+def whole_weights(model: nn.Module, accelerator: Accelerator) -> AbstractContextManager[nn.Module]:
     """The unwrapped policy with all its weights on each rank, without hooks: inside no forward waits for another rank.
 
     model: the wrapped policy. All ranks enter together; it costs one gather of all weights, and their memory.

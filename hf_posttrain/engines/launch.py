@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 from accelerate.utils import DynamoBackend, has_offloaded_params, is_compiled_module
 from torch import nn
 from torch.distributed.tensor import DTensor
+from transformers import TrainingArguments
 from transformers.utils.import_utils import enable_tf32, is_torch_tf32_available
 
 from ..errors import InputError, LaunchError
@@ -49,7 +51,7 @@ def asked(args: Any, env: Mapping[str, str] | None = None) -> Asked:
     return Asked(0, "", zero)
 
 
-def check_engine(args: Any, env: Mapping[str, str] | None = None) -> None:
+def check_engine(args: TrainingArguments, env: Mapping[str, str] | None = None) -> None:
     """Raises LaunchError for an engine or a launch that must not train. args: a Config after HF's `__post_init__`."""
     env = os.environ if env is None else env
     # a process that trains alone though several were started: each would train and save the same
@@ -88,7 +90,7 @@ def check_engine(args: Any, env: Mapping[str, str] | None = None) -> None:
         )
 
 
-def check_accelerator(accelerator: Any, args: Any) -> None:
+def check_accelerator(accelerator: Accelerator, args: TrainingArguments) -> None:
     """Raises InputError where Accelerate left the engine out that was asked for, as it does on CPU without a word."""
     engine = asked(args)
     fsdp_lost = engine.fsdp and not accelerator.is_fsdp2
@@ -109,7 +111,7 @@ def check_accelerator(accelerator: Any, args: Any) -> None:
 
 
 @contextmanager
-def main_process_first(args: Any) -> Iterator[None]:
+def main_process_first(args: TrainingArguments) -> Iterator[None]:
     """The first process of each machine runs the block, then all others do: they find in the cache what it wrote.
 
     TrainingArguments' method of that name waits in a collective, which gives up after ddp_timeout. args: a Config.
@@ -147,7 +149,7 @@ def describe_launch(trainer: Any) -> str:
     return f"on engine {engines.name(trainer.accelerator)}, {processes}, {rows} rows a step, {precision}"
 
 
-def check_model(model: Any, args: Any) -> None:
+def check_model(model: Any, args: TrainingArguments) -> None:
     """Raises InputError for a policy, reference or teacher that is not a plain model, or quantised as the engine cannot
     take."""
     if problem := unusual(model, args):
@@ -160,7 +162,7 @@ def check_model(model: Any, args: Any) -> None:
         raise InputError(problem)
 
 
-def unusual(model: Any, args: Any) -> str | None:
+def unusual(model: nn.Module, args: TrainingArguments) -> str | None:
     """Return why a model cannot be trained or scored as it was passed, and what to pass, or None for a plain one."""
     if is_compiled_module(model):
         return "a model from torch.compile takes no scorer in its forward: pass the model itself"
@@ -190,7 +192,7 @@ def unusual(model: Any, args: Any) -> str | None:
     return None
 
 
-def quantisation_problem(bits: str, args: Any, storage: torch.dtype | None = None) -> str | None:
+def quantisation_problem(bits: str, args: TrainingArguments, storage: torch.dtype | None = None) -> str | None:
     """Why the engine cannot train on weights of `bits` ("4bit", "8bit", other words), or None where it can.
 
     storage: the dtype that 4-bit weights are kept as; None: `quantised_storage`.
@@ -209,10 +211,10 @@ def quantisation_problem(bits: str, args: Any, storage: torch.dtype | None = Non
     return None
 
 
-def quantised_storage(args: Any) -> torch.dtype:
+def quantised_storage(args: TrainingArguments) -> torch.dtype:
     """The dtype to keep 4-bit weights as: FSDP2 cuts floating ones alone, and casts them to that of training."""
     return (_mixed(args) or torch.float32) if asked(args).fsdp else torch.uint8
 
 
-def _mixed(args: Any) -> torch.dtype | None:
+def _mixed(args: TrainingArguments) -> torch.dtype | None:
     return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None

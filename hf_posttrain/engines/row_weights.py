@@ -3,13 +3,14 @@
 from typing import Any, TypeVar
 
 import torch
+from accelerate import Accelerator
 
 from ..batching.micro_batch import MicroBatch
 
 Batch = TypeVar("Batch", bound=MicroBatch)
 
 
-def weigh_rows(batch: Batch, accelerator: Any) -> Batch:
+def weigh_rows(batch: Batch, accelerator: Accelerator) -> Batch:
     """Add `row_weights` [rows], just after the batch was drawn, so that no row counts twice: 0 for the first rows of a
     pass, which Accelerate repeats to fill up its last batch for all ranks.
 

@@ -16,7 +16,7 @@ from accelerate import ParallelismConfig
 from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, TrainingArguments
 
 from ..batching.micro_batch import MicroBatch
 from ..capabilities import Feature, check_features, conflict, option_features
@@ -61,7 +61,7 @@ def _refuse(what: str, mistakes: list[tuple[Any, str]]) -> None:
             raise InputError(f"{what} {why}")
 
 
-def check_model(model: PreTrainedModel, router_coef: float, args: Any) -> None:
+def check_model(model: PreTrainedModel, router_coef: float, args: TrainingArguments) -> None:
     """Raises InputError where the rows of this causal LM cannot be cut. Says which attention Ulysses takes over."""
     parallel = args.parallelism_config
     if parallel is None or parallel.sp_size == 1:

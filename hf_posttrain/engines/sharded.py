@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
@@ -17,7 +18,7 @@ def plain_class(module: nn.Module) -> Any:
     return type(module).__bases__[1] if isinstance(module, FSDPModule) else type(module)
 
 
-def keep_scores_whole(accelerator: Any) -> None:
+def keep_scores_whole(accelerator: Accelerator) -> None:
     """Mixed precision of FSDP2 without what Accelerate adds: log-probabilities rounded to bf16, and gradients summed
     over the ranks in bf16."""
     plugin = accelerator.state.fsdp_plugin if accelerator.is_fsdp2 else None
@@ -25,7 +26,7 @@ def keep_scores_whole(accelerator: Any) -> None:
         plugin.mixed_precision_policy = dataclasses.replace(policy, output_dtype=None, reduce_dtype=torch.float32)
 
 
-def cut_at_layers(accelerator: Any, model: nn.Module) -> None:
+def cut_at_layers(accelerator: Accelerator, model: nn.Module) -> None:
     """FSDP2's units, where none are named, are the layers that a model has: Accelerate refuses one that names those of
     a part that it lacks (the tower for pictures of Qwen3.5, as a text model)."""
     plugin = accelerator.state.fsdp_plugin if accelerator.is_fsdp2 else None
@@ -41,7 +42,7 @@ def _layers_of(model: Any) -> list[str]:
 # ---- frozen models
 
 
-def prepare_frozen(model: nn.Module, accelerator: Any, offload: bool) -> nn.Module:
+def prepare_frozen(model: nn.Module, accelerator: Accelerator, offload: bool) -> nn.Module:
     """`model`, wrapped and cut as the policy is, in eval mode. offload: shards live in CPU memory."""
     pinned = accelerator.device.type == "cuda"
     if accelerator.is_fsdp2:
@@ -57,7 +58,7 @@ def prepare_frozen(model: nn.Module, accelerator: Any, offload: bool) -> nn.Modu
     return wrapped
 
 
-def _with_fsdp2(model: nn.Module, accelerator: Any, offload: CPUOffloadPolicy | None) -> nn.Module:
+def _with_fsdp2(model: nn.Module, accelerator: Accelerator, offload: CPUOffloadPolicy | None) -> nn.Module:
     """Accelerate's own wrapping, around the layers of this model's architecture instead of the policy's."""
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
@@ -76,7 +77,7 @@ def _with_fsdp2(model: nn.Module, accelerator: Any, offload: CPUOffloadPolicy | 
             setattr(plugin, name, value)
 
 
-def _without_training(accelerator: Any) -> dict[str, Any]:
+def _without_training(accelerator: Accelerator) -> dict[str, Any]:
     """DeepSpeed's config of the run, for a model that is not trained."""
     whole = copy.deepcopy(accelerator.state.deepspeed_plugin.deepspeed_config)
     whole["zero_optimization"].pop("offload_optimizer", None)
@@ -104,7 +105,7 @@ def gather_zero3(model: Any) -> Iterator[nn.Module]:
 
 
 @contextmanager
-def gather_fsdp2(model: Any, accelerator: Any) -> Iterator[nn.Module]:
+def gather_fsdp2(model: Any, accelerator: Accelerator) -> Iterator[nn.Module]:
     """The policy without other wrappers, every FSDP2 unit of it gathered; a forward does not cut it again."""
     plugin = accelerator.state.fsdp_plugin
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -145,7 +146,7 @@ def gathered(*tensors: nn.Parameter | Any) -> AbstractContextManager:
     return deepspeed.zero.GatheredParameters(cut)
 
 
-def copied(model: nn.Module, accelerator: Any) -> nn.Module:
+def copied(model: nn.Module, accelerator: Accelerator) -> nn.Module:
     """A deep copy of a model; where DeepSpeed has cut its weights they are gathered, copied and cut one by one."""
     twin = copy.deepcopy(model)
     for own, theirs in zip(model.parameters(), twin.parameters(), strict=True):

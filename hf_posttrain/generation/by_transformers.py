@@ -3,7 +3,7 @@
 import logging
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from ..scoring.forward import causal_lm
@@ -57,7 +57,7 @@ def _finite(_: Tensor, scores: Tensor) -> Tensor:
     return scores
 
 
-def warn_if_altered(model: Any) -> None:
+def warn_if_altered(model: nn.Module) -> None:
     """Say which settings of a model's generation config are ignored."""
     config = causal_lm(model).generation_config
     harmless = _ALTERING | ({"top_k": 0, "top_p": 1.0} if config.do_sample else {})

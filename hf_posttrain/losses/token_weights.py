@@ -13,10 +13,10 @@ Legend: N tokens of this rank's rollouts in the window, M those of all ranks.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
@@ -35,7 +35,7 @@ class Tokens:
     everyone: Callable[[Tensor], Tensor] = lambda values: values
 
     @classmethod
-    def of(cls, parts: Sequence["Tokens"], accelerator: Any) -> "Tokens":
+    def of(cls, parts: Sequence["Tokens"], accelerator: Accelerator) -> "Tokens":
         """Those of several micro-batches, whose rollouts are numbered from 0 each."""
         ends = np.cumsum([0, *(int(part.rollout.max()) + 1 for part in parts)]).tolist()
         joined = {name: torch.cat([getattr(part, name) for part in parts]) for name in ("student", "teacher", "counts")}
@@ -93,7 +93,7 @@ def weigh(tokens: Tokens, name: str, options: Mapping[str, float]) -> Tensor:
     return weights * (plain / weighted.clamp(min=1e-30))
 
 
-def _gathered(accelerator: Any, values: Tensor) -> Tensor:
+def _gathered(accelerator: Accelerator, values: Tensor) -> Tensor:
     """Values of all ranks, [N, ...] of any length each -> [M, ...]."""
     if accelerator.num_processes == 1:
         return values

@@ -17,6 +17,7 @@ import datasets
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 
 from ..batching.micro_batch import Deferred, MicroBatch
 from ..capabilities import Feature, conflict
@@ -108,7 +109,7 @@ class KTOTrainer(PostTrainer):
         self.add_callback(self.delta)
 
     @classmethod
-    def prepare_rows(cls, rows: Any, tokenizer: Any, args: Any, name: str) -> Any:
+    def prepare_rows(cls, rows: Any, tokenizer: PreTrainedTokenizerBase, args: Any, name: str) -> Any:
         """Tokenised rows, each with the mismatched completion of its partner. Raises InputError for a stream."""
         if not isinstance(rows, datasets.Dataset):
             raise InputError(f"{name}: {conflict(Feature.MISMATCHED_PAIRS, Feature.STREAM)}")

@@ -6,8 +6,9 @@ from typing import Any
 import datasets
 import numpy as np
 import torch
+from accelerate import Accelerator
 from torch import Tensor
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..errors import InputError
 from ..trainer import stateful
@@ -43,7 +44,7 @@ class RunningMean(TrainerCallback):
 
     required = False
 
-    def __init__(self, accelerator: Any) -> None:
+    def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
         self.total = torch.zeros(2, dtype=torch.float64)
         self.pending: list[Tensor] = []
@@ -57,7 +58,7 @@ class RunningMean(TrainerCallback):
         """Remember the rewards of a micro-batch for the next window, [B] each; weight 0 leaves a row out."""
         self.pending.append(sum_and_count(rewards.detach(), weights))
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Take in what the window added, over all ranks."""
         if self.pending:
             added = self.accelerator.reduce(torch.stack(self.pending).sum(0), "sum")
@@ -75,7 +76,9 @@ class RunningMean(TrainerCallback):
         """Continue from the mean of a checkpoint."""
         self.total, self.pending = state["total"], []
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Return to the mean of the best weights, where they were loaded."""
         if args.load_best_model_at_end and state.best_model_checkpoint:
             self.reset()

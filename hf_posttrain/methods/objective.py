@@ -21,6 +21,7 @@ from ..errors import InputError
 from ..scoring import teacher_tiles
 from ..scoring.forward import Scores
 from ..scoring.head import TileFunction
+from ..scoring.policy_gradient import SampledPolicyGradient
 from ..scoring.top_tokens import residual, top_k
 from ..teachers.cross_tokenizer import Chunks, tile_of
 from ..teachers.inputs import DistillationBatch
@@ -109,7 +110,7 @@ class PolicyGradient:
             return self.request.eos.wrap(tile)
         if not isinstance(signal, Sampled | TopK) or signal.targets is None:
             raise InputError("the teacher gave no log-probabilities of the sampled tokens")
-        tile = teacher_tiles.SampledPolicyGradient(
+        tile = SampledPolicyGradient(
             tokens,
             signal.targets,
             self.request.temperature,

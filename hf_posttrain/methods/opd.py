@@ -21,6 +21,7 @@ from ..options import option
 from ..rollouts import vllm
 from ..rollouts.batch import PromptCollator, RolloutBatch
 from ..rollouts.builder import RolloutBuilder
+from ..rollouts.interface import OnPolicyInterface
 from ..rollouts.options import RewardOptions, RolloutOptions, SamplerOptions, TokenWeightOptions
 from ..rollouts.policy_sampler import synchronise
 from ..rollouts.reward import Reward
@@ -90,7 +91,7 @@ class OPDConfig(DistillationConfig):
             Reward(self.reward)
 
 
-class OPDTrainer(DistillationTrainer):
+class OPDTrainer(DistillationTrainer, OnPolicyInterface):
     """OPD of a causal LM. Rows: prompt (and completion); for the teacher see `DistillationTrainer`.
 
     `compute_metrics` gets summed log-probabilities of the rollouts [prompts, K, 2] (student, teacher) and their lengths

@@ -10,7 +10,6 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from transformers import TrainerState, TrainingArguments
 from ..data.chat import special_ids
 from ..losses.divergence import places
 from ..rollouts.batch import RolloutBatch
+from ..rollouts.interface import OnPolicyInterface
 from ..scoring.head import Tile, TileFunction
 from ..scoring.teacher_tiles import TeacherLogits
 from ..teachers.cross_tokenizer import CrossTokenizerTeacher
@@ -196,7 +196,7 @@ def is_due(state: TrainerState, args: TrainingArguments) -> bool:
 class DiagnosticsBuilder:
     """Builds the diagnostics of the batches of a trainer."""
 
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: OnPolicyInterface):
         self.trainer = trainer
         self.ends = self._tensor(trainer.terminal_ids)
         self.special = self._tensor(special_ids(trainer.tokenizer))

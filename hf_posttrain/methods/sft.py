@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import datasets
 from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 from ..batching.micro_batch import MicroBatch
 from ..capabilities import Feature, conflict
@@ -107,7 +108,7 @@ class SFTTrainer(PostTrainer):
         super().__init__(*args, **kwargs)
 
     @classmethod
-    def prepare_rows(cls, rows: Any, tokenizer: Any, args: Any, name: str) -> Any:
+    def prepare_rows(cls, rows: Any, tokenizer: PreTrainedTokenizerBase, args: Any, name: str) -> Any:
         """Tokenised rows; training rows packed where `packing` says so. Raises InputError for a stream to be packed."""
         packing = args.packing and name.startswith("train")
         if packing and not isinstance(rows, datasets.Dataset):

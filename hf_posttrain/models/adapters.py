@@ -15,6 +15,7 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
+from transformers import PreTrainedConfig
 
 from ..errors import InputError, nearest
 from ..scoring import forward
@@ -174,7 +175,7 @@ def _init_without_weight(init: Any, layer: str) -> InputError:
     return InputError(f"{ASKED}: {problem}: {fix}")
 
 
-def _meant_module(config: Any, modules: Iterable[str]) -> str:
+def _meant_module(config: peft.PeftConfig, modules: Iterable[str]) -> str:
     """Return "; did you mean 'q_proj'?" for a target module that the model lacks and that resembles one of its own."""
     targets = getattr(config, "target_modules", None)
     if not isinstance(targets, list | set | tuple):
@@ -200,7 +201,7 @@ def _fill_zero_rows(policy: nn.Module) -> None:
                     magnitude.weight[rows] = (layer.scaling[name] * lora_b[rows] @ lora_a).norm(dim=1)
 
 
-def _left_out(model: nn.Module, config: Any, vision: bool) -> list[str]:
+def _left_out(model: nn.Module, config: peft.PeftConfig, vision: bool) -> list[str]:
     """Modules that get no adapter, whatever its config says: a tower's unless `vision`, and what all-linear leaves
     out."""
     found = []
@@ -220,7 +221,7 @@ def _joined(theirs: Any, ours: list[str]) -> Any:
     return "|".join([f"(?:{theirs})", *(rf"(?:.*\.)?{re.escape(name)}" for name in ours)])
 
 
-def _left_out_of_all_linear(config: Any, linear: dict[str, Any]) -> list[str]:
+def _left_out_of_all_linear(config: PreTrainedConfig, linear: dict[str, Any]) -> list[str]:
     """Names of layers that all-linear leaves out: routers that are linear by class and return several tensors, and what
     PEFT refuses in models of Mamba's kind, whose kernels read the weight itself."""
     own = {name.rpartition(".")[2]: kind for name, kind in linear.items()

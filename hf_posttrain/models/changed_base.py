@@ -11,6 +11,7 @@ from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedConfig
 
 from ..scoring import forward
 
@@ -36,7 +37,7 @@ def warn_if_base_changed(model: nn.Module) -> None:
             )  # fmt: skip
 
 
-def _folder(config: Any, revision: str | None) -> Path | None:
+def _folder(config: PreTrainedConfig, revision: str | None) -> Path | None:
     """Where the model of this config was loaded from, which may be the hub's cache."""
     name = config.name_or_path
     if not name or Path(name).is_dir():

@@ -17,7 +17,7 @@ from ..batching.micro_batch import MicroBatch
 from ..engines import engine
 from ..errors import InputError
 from ..scoring import forward
-from ..scoring.attention import choose_attention
+from ..scoring.attention_selection import choose_attention
 from ..scoring.head import LogProb
 from .adapters import of_adapters
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, TrainingArguments
 from transformers.integrations.liger import apply_liger_kernel
 
 from ..errors import InputError, nearest
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 RECOMPILATIONS = 32  # of one layer's code, beyond which torch would run it as written
 
 
-def speed_up(model: nn.Module, args: Any, second: bool = False) -> None:
+def speed_up(model: nn.Module, args: TrainingArguments, second: bool = False) -> None:
     """Give a model's layers Liger's kernels, and compile them, where the Config says so. Raises InputError where that
     cannot be; a `second` model is left as it is then, with a line in the log."""
     try:
@@ -34,7 +34,7 @@ def speed_up(model: nn.Module, args: Any, second: bool = False) -> None:
         logger.info("the second model is not sped up: %s", error)
 
 
-def warn_if_not_compiled(model: PreTrainedModel, args: Any) -> None:
+def warn_if_not_compiled(model: PreTrainedModel, args: TrainingArguments) -> None:
     """Say where torch_compile does nothing: in activation checkpointing dynamo compiles a layer whole or not at all,
     and attention piece by piece is called as written."""
     half = args.bf16 or args.fp16 or model.dtype in LOW

@@ -17,7 +17,7 @@ import peft
 import torch
 import transformers
 from safetensors import SafetensorError
-from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 from transformers.integrations import deepspeed as hf_deepspeed
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 from transformers.utils import is_torchvision_available
@@ -50,7 +50,7 @@ def check_model(section: ModelSection) -> PretrainedConfig:
         return transformers.AutoConfig.from_pretrained(name, trust_remote_code=section.trust_remote_code)
 
 
-def is_classifier(config: Any) -> bool:
+def is_classifier(config: PreTrainedConfig) -> bool:
     """Is it the config of a model that gives a sequence scores, as a reward model, and has no head for tokens?"""
     return any("ForSequenceClassification" in name for name in config.architectures or ())
 
@@ -116,7 +116,7 @@ def without_videos(kind: Any) -> Any:
             return [name for name in kind.get_attributes() if name != "video_processor"]
 
         @classmethod
-        def from_args_and_dict(cls, args: Any, processor_dict: dict[str, Any], **kwargs: Any) -> Any:
+        def from_args_and_dict(cls, args: TrainingArguments, processor_dict: dict[str, Any], **kwargs: Any) -> Any:
             given = {name: value for name, value in processor_dict.items() if name != "video_processor"}
             return super().from_args_and_dict(args, given, **kwargs)
 
@@ -171,7 +171,7 @@ def with_pad(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def check_tokenizer_fits(tokenizer: PreTrainedTokenizerBase, config: Any, name: str, *rows: Any) -> None:
+def check_tokenizer_fits(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, name: str, *rows: Any) -> None:
     """Raises InputError if model `name` of this config lacks an id of the rows, or the tokenizer's bos, eos or pad.
     What that has besides does no harm: the one of Gemma 3 1B has a placeholder for pictures."""
     size, used = config.get_text_config().vocab_size, [tokenizer.bos_token_id, tokenizer.eos_token_id]
@@ -184,7 +184,7 @@ def check_tokenizer_fits(tokenizer: PreTrainedTokenizerBase, config: Any, name: 
         )
 
 
-def drawable_ids(tokenizer: PreTrainedTokenizerBase, config: Any) -> int:
+def drawable_ids(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> int:
     """Ids below this may be drawn: those behind them stand for no token of the tokenizer, or the model lacks them."""
     return min(max(tokenizer.get_vocab().values()) + 1, config.get_text_config().vocab_size)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import peft
 import torch
+from peft import PeftConfig
 from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase, ProcessorMixin
 
@@ -16,7 +17,7 @@ from ..data import chat
 from ..data.images import read_by, with_pictures
 from ..errors import InputError
 from ..scoring import forward
-from ..scoring.attention import avoid_cudnn, choose_attention
+from ..scoring.attention_selection import avoid_cudnn, choose_attention
 from ..scoring.rotary import rope_switch
 from . import load
 from .adapters import adapted_layers, add_adapter, check_adapter_kind, describe_adapter, skip_needless_casts
@@ -28,7 +29,11 @@ logger = logging.getLogger(__name__)
 
 
 def resolve_model(
-    model: nn.Module | str, tokenizer: PreTrainedTokenizerBase | None, peft_config: Any, args: Any, images: bool = False
+    model: nn.Module | str,
+    tokenizer: PreTrainedTokenizerBase | None,
+    peft_config: PeftConfig,
+    args: Any,
+    images: bool = False,
 ) -> tuple[nn.Module, PreTrainedTokenizerBase]:
     """A model and its tokenizer, each loaded by name where it is missing. Raises InputError if it cannot be found.
 

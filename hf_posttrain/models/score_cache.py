@@ -15,6 +15,7 @@ import peft
 import pyarrow as pa
 import torch
 import xxhash
+from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import nn
 from tqdm.auto import tqdm
@@ -72,7 +73,7 @@ def layout_key(trainer: Any) -> str:
 
 
 def cached(
-    key: list[Any], count: int, compute: Callable[[], datasets.Dataset], what: str, accelerator: Any
+    key: list[Any], count: int, compute: Callable[[], datasets.Dataset], what: str, accelerator: Accelerator
 ) -> datasets.Dataset:
     """The rows under `key`, computed by all ranks and written by one of each machine where one lacks them.
 
@@ -167,7 +168,7 @@ def computed_config(inner: Any) -> dict[str, Any]:
     return {key: value for key, value in inner.config.to_dict().items() if key not in _NOT_COMPUTED}
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """A value as JSON can have it, the same in every process: the order of a set is not."""
     return sorted(value) if isinstance(value, set) else str(value)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .. import is_of_used_kernel
 from ..errors import InputError, error_context
@@ -21,6 +21,9 @@ from ..rounds.judges.section import MODELS
 from . import rules
 from .read import refuse, train_config
 from .sections import Recipe
+
+if TYPE_CHECKING:
+    from ..trainer.config import PostTrainConfig
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +58,7 @@ def configure(recipe: Recipe, training: bool = False) -> tuple[Any, Any]:
     return (trainer_class(method), config) if recipe.rounds is None else _with_rounds(recipe, config)
 
 
-def _with_rounds(recipe: Recipe, config: Any) -> tuple[Any, Any]:
+def _with_rounds(recipe: Recipe, config: "PostTrainConfig") -> tuple[Any, Any]:
     """`configure` of a recipe with rounds."""
     from ..generation.graders import find_grader
     from ..rollouts.vllm import check_installed
@@ -147,7 +150,7 @@ def check_models(recipe: Recipe, config: Any = None) -> tuple[Any, Any]:
     return tokenizer, peft_config
 
 
-def server_problems(recipe: Recipe, config: Any, peft_config: Any) -> Iterator[InputError]:
+def server_problems(recipe: Recipe, config: "PostTrainConfig", peft_config: Any) -> Iterator[InputError]:
     """What is wrong with the servers that a run would ask: one that is not there, or cannot do what is needed."""
     from ..rollouts import vllm_server
     from ..rollouts.options import VLLMOptions
@@ -190,7 +193,7 @@ def make_output_dir(recipe: Recipe, config: Any) -> None:
         raise InputError(f"{place}: train.output_dir: {folder} cannot be made ({error.strerror})") from error
 
 
-def load_models(recipe: Recipe, config: Any) -> dict[str, Any]:
+def load_models(recipe: Recipe, config: "PostTrainConfig") -> dict[str, Any]:
     """The trainer's model and, for methods with one, its teacher; random weights are drawn from train.seed."""
     from transformers import set_seed
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+from transformers import PreTrainedTokenizerBase
 
 from ..data.audit import DataAudit, audits
 from ..data.lengths import check_fills_step, tokens_of
@@ -17,10 +18,13 @@ from ..data.sources import load
 from ..engines import launch
 from ..errors import InputError, error_context
 from ..generation.exact_match import answerable
+from ..trainer.config import PostTrainConfig
 from .sections import Recipe
 
 
-def prepare_data(recipe: Recipe, trainer_class: Any, tokenizer: Any, config: Any) -> tuple[dict, dict]:
+def prepare_data(
+    recipe: Recipe, trainer_class: Any, tokenizer: PreTrainedTokenizerBase, config: PostTrainConfig
+) -> tuple[dict, dict]:
     """({"train": rows, "eval": rows} as the trainer takes them, the same raw). Raises InputError for the first bad file
     or row."""
     rows, raw = {}, {}
@@ -37,7 +41,9 @@ def prepare_data(recipe: Recipe, trainer_class: Any, tokenizer: Any, config: Any
     return rows, raw
 
 
-def audit_data(recipe: Recipe, raw: dict[str, Any], tokenizer: Any, config: Any) -> dict[str, DataAudit]:
+def audit_data(
+    recipe: Recipe, raw: dict[str, Any], tokenizer: PreTrainedTokenizerBase, config: PostTrainConfig
+) -> dict[str, DataAudit]:
     """{"train": what was made of its rows, "eval": ...}, from the cache that `prepare_data` has filled."""
     names = {key.removeprefix("data."): name for key, name in names_of(recipe).items()}
     return audits(raw, recipe.reads, tokenizer, config, names)

@@ -133,7 +133,7 @@ def build(fields: Fields, values: Any, key: str, where: Where, advice: Advice = 
     return built
 
 
-def _typed(value: Any, annotation: Any, key: str, where: Where, advice: Advice) -> Any:
+def _typed(value: object, annotation: object, key: str, where: Where, advice: Advice) -> Any:
     """`value` as the annotation wants it: numbers from texts too, a dataclass from a mapping. Raises InputError."""
     kinds = members(annotation)
     # sections, and lists of them, have keys of their own
@@ -168,7 +168,7 @@ def _typed(value: Any, annotation: Any, key: str, where: Where, advice: Advice) 
         raise InputError(f"{where(key)}: {problem}") from None
 
 
-def _coerced(value: Any, kinds: tuple[Any, ...]) -> Any:
+def _coerced(value: object, kinds: tuple[Any, ...]) -> Any:
     """Pydantic's lax conversion, but true is never 1, and a text that reads as a number is one where one may stand."""
     switch = any(k in (bool, Any, object) or True in choices(k) or False in choices(k) for k in kinds)
     if isinstance(value, bool) and not switch:
@@ -188,7 +188,7 @@ def _coerced(value: Any, kinds: tuple[Any, ...]) -> Any:
     return adapter.validate_python([value])[0]
 
 
-def members(annotation: Any) -> tuple[Any, ...]:
+def members(annotation: object) -> tuple[Any, ...]:
     """The members of a union. `SomeEnum | str`, as in TrainingArguments, means the values of the enum alone."""
     union = typing.get_origin(annotation) in (Union, types.UnionType)
     kinds = typing.get_args(annotation) if union else (annotation,)
@@ -218,6 +218,6 @@ def _expected(kinds: tuple[Any, ...]) -> str:
     return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
-def _in_yaml(value: Any) -> str:
+def _in_yaml(value: object) -> str:
     """A value as a message shows it, as YAML has it where that differs from Python."""
     return {"None": "null", "True": "true", "False": "false"}.get(shown(value), shown(value))

@@ -139,7 +139,7 @@ def _check_tag(node: yaml.Node, place: Callable[[int], str]) -> None:
         raise InputError(f"{place(node.start_mark.line + 1)}: the tag {tag} is not read for such a value: drop it")
 
 
-def _assign(tree: Any, names: Sequence[str], value: Any, key: str = "") -> Any:
+def _assign(tree: Any, names: Sequence[str], value: object, key: str = "") -> Any:
     """A copy of `tree` with `value` at the path `names`; mappings that are missing or null on the way are made."""
     if not names:
         return value

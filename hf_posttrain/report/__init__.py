@@ -11,14 +11,17 @@ matplotlib and jinja2 are imported when something is written.
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..trainer.interface import TrainerInterface
 
 __all__ = ["follow", "write"]
 
 logger = logging.getLogger(__name__)
 
 
-def follow(trainer: Any) -> None:
+def follow(trainer: "TrainerInterface") -> None:
     """Keep run.json and samples.json for the report: how a run is set up, what it is warned of, its sample answers.
 
     trainer: a PostTrainer, which gets two callbacks. Called before `train()`, on all ranks.

@@ -22,7 +22,7 @@ from typing import Any
 import datasets
 import peft
 import torch
-from transformers import TrainerCallback, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from .. import __version__
 from ..data.chat import has_template_tokens
@@ -35,6 +35,7 @@ from ..models.reference import COPY
 from ..rollouts.options import PolicySamplerOptions
 from ..scoring import forward as scoring
 from ..scoring.layouts import Prompt
+from ..trainer.interface import TrainerInterface
 from ..trainer.output_dir import write_json
 from ..trainer.same_run import describe_rows
 from .run_folder import command_line
@@ -72,13 +73,15 @@ class Record(TrainerCallback):
     A resumed run keeps its start and its earlier warnings; a fresh one removes results and samples of an earlier run.
     """
 
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: TrainerInterface):
         self.trainer = trainer
         self.file = Path(trainer.args.output_dir, "run.json")
         self.record: dict[str, Any] = {}
         self.handler = _Warnings(self)
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         if not state.is_world_process_zero:
             return
         # A run that ended in an error has left its handler, and must not hear the warnings of this one.
@@ -98,7 +101,9 @@ class Record(TrainerCallback):
             write_json(self.file, self.record)
             library.addHandler(self.handler)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         library.removeHandler(self.handler)
 
     def add_warning(self, message: str) -> None:
@@ -170,7 +175,7 @@ def describe_run(trainer: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def is_chat(trainer: Any) -> bool | None:
+def is_chat(trainer: TrainerInterface) -> bool | None:
     """Did the training rows come through the chat template? None where that is not known."""
     rows = trainer.train_dataset
     if not isinstance(rows, datasets.Dataset):
@@ -215,13 +220,15 @@ def find_commit() -> str | None:
 class Samples(TrainerCallback):
     """Asks before and after training; says in the log where it cannot."""
 
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: TrainerInterface):
         self.trainer = trainer
         self.file = Path(trainer.args.output_dir, "samples.json")
         self.asked: list[tuple[Prompt, list[int]]] = []
         self.samples: list[dict[str, Any]] = []
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """The engine is ready by now: the answers of before, or of a resumed run those that were kept."""
         self.asked, self.samples = [], []
         trainer, resumed = self.trainer, state.global_step > 0
@@ -277,7 +284,7 @@ class Samples(TrainerCallback):
         return [text if ids[-1] in ends else f"{text} …" for text, ids in zip(texts, found, strict=True)]
 
 
-def find_obstacle(trainer: Any) -> str | None:
+def find_obstacle(trainer: TrainerInterface) -> str | None:
     """Why the policy should not be asked: whole weights on one device, or whole rows, may be out of its reach."""
     args = trainer.args
     if trainer.train_dataset is None and trainer.eval_dataset is None:

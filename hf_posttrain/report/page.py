@@ -114,7 +114,7 @@ def list_options(run: Run) -> list[tuple[str, str]]:
     return [(name, format_option(value)) for name, value in rows if value not in (None, "", [], {})]
 
 
-def format_option(value: Any) -> str:
+def format_option(value: object) -> str:
     """An option's value as a recipe would have it, lists with commas."""
     if value is None:
         return "null"

@@ -12,6 +12,7 @@ from ..scoring.layouts import Branch, Example, reading_of, share_out
 from ..teachers.signal import TopK
 from .batch import RolloutBatch
 from .completion import Completion, Rollout
+from .interface import OnPolicyInterface
 from .policy_sampler import synchronise
 from .reward import Reward, group_advantage
 from .source import OnPolicy, RolloutSource
@@ -23,7 +24,7 @@ EVALUATION = 2**31
 class RolloutBuilder:
     """Answers the prompts of a window, and lays the answers out as micro-batches."""
 
-    def __init__(self, trainer: Any, source: RolloutSource, reward: Reward | None):
+    def __init__(self, trainer: OnPolicyInterface, source: RolloutSource, reward: Reward | None):
         self.trainer = trainer
         self.source = source
         self.on_policy = OnPolicy(trainer)

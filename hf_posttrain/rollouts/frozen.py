@@ -13,8 +13,9 @@ from ..errors import InputError
 from ..generation import rollout
 from ..models import score_cache
 from ..scoring.layouts import Branch, Example, reading_of
-from ..teachers.signal import Request, TopK
+from ..teachers.signal import Request, Teacher, TopK
 from .completion import Completion, Rollout
+from .interface import OnPolicyInterface
 from .source import OnPolicy
 
 logger = logging.getLogger(__name__)
@@ -32,8 +33,9 @@ class Frozen(OnPolicy):
         """False: the cache has no log-probabilities."""
         return False
 
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: OnPolicyInterface):
         super().__init__(trainer)
+        self.trainer: OnPolicyInterface = trainer
         self.start = score_cache.model_key(trainer.model)
         self.of: Any = None  # the data set that is answered
         self.known: Any = []  # the rollouts of each of its rows
@@ -49,7 +51,7 @@ class Frozen(OnPolicy):
             self.known, self.scored = sampled["rollout_ids"], None
             if self.trainer.args.teacher.precompute:
                 self.scored = self._scored(sampled)["teacher"]
-                self.trainer.teacher.release()  # an evaluation brings it back
+                self.teacher.release()  # an evaluation brings it back
             self.place = {number: place for place, number in enumerate(self.of["index"])}
         found = []
         for row in rows:
@@ -57,6 +59,12 @@ class Frozen(OnPolicy):
             completions = [Completion(ids) for ids in self.known[place]]
             found.append(Rollout(row["prompt_ids"], completions, None if self.scored is None else self.scored[place]))
         return found
+
+    @property
+    def teacher(self) -> Teacher:
+        """The trainer's teacher, which is there where it scores the rollouts."""
+        assert self.trainer.teacher is not None
+        return self.trainer.teacher
 
     def _sampled(self, moved: bool) -> datasets.Dataset:
         """`rollout_ids` of all rows: K each. moved: has the policy been trained since it began? All ranks call it."""
@@ -104,7 +112,7 @@ class Frozen(OnPolicy):
         merged = trainer.eos.ids.tolist()
         request: Request = trainer.request("dense", args.teacher.top_k)
         key = [
-            trainer.teacher.key(), score_cache.rows_key(rows, trainer), request.top_k, args.temperature,
+            self.teacher.key(), score_cache.rows_key(rows, trainer), request.top_k, args.temperature,
             trainer.vocabulary, args.bf16, args.fp16, merged, score_cache.layout_key(trainer),
         ]  # fmt: skip
 
@@ -115,7 +123,7 @@ class Frozen(OnPolicy):
                         reading=reading_of(row)) for row in given
             ]  # fmt: skip
             batch = trainer._prepare_inputs(trainer.data_collator.lay_out(examples))
-            signal = trainer.teacher.signal(batch, request)
+            signal = self.teacher.signal(batch, request)
             assert isinstance(signal, TopK)
             assert signal.targets is not None
             columns = {"teacher_ids": signal.ids, "teacher_logps": signal.logps, "teacher_own": signal.targets}

@@ -1,9 +1,12 @@
 """Rollouts by the model that trains."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .completion import Completion, finished
+
+if TYPE_CHECKING:
+    from .interface import SamplingInterface
 
 
 class PolicySampler:
@@ -11,7 +14,7 @@ class PolicySampler:
 
     reports_logps = False  # they are the policy's own
 
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: "SamplingInterface"):
         self.trainer = trainer
 
     def synchronise(self) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from accelerate.utils import gather_object
 
 from ..generation.completions_client import in_background
+from ..trainer.interface import TrainerInterface
 
 
 class PrefetchedRollouts:
@@ -19,7 +20,7 @@ class PrefetchedRollouts:
 
     required = False
 
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: TrainerInterface):
         self.trainer = trainer
         self.key: Any = None
         self.process: str | None = None
@@ -68,5 +69,5 @@ class PrefetchedRollouts:
             self.begin(key, lambda: [[tuple(one) for one in group] for group in groups], None)
 
 
-def _as_json(value: Any) -> Any:
+def _as_json(value: object) -> Any:
     return json.loads(json.dumps(value))

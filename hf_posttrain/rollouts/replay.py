@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 from accelerate.utils import gather_object
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from .completion import Completion, Rollout
+from .interface import SamplingInterface
 from .source import OnPolicy
 
 
@@ -26,7 +27,7 @@ class Replay(OnPolicy, TrainerCallback):
         """False: most rollouts are of another policy."""
         return False
 
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: SamplingInterface):
         super().__init__(trainer)
         steps = trainer.args.rollouts.replay_steps
         self.windows: deque[list[Any]] = deque(maxlen=steps)  # (prompt, completions), as ids
@@ -62,7 +63,7 @@ class Replay(OnPolicy, TrainerCallback):
         """Continue with the rollouts of a checkpoint."""
         self.windows.extend(state["windows"])
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Keep the rollouts of this step: a checkpoint that is saved during a step does not have them twice."""
         if self.newest is not None:
             self.windows.append(self.newest)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from ..errors import error_context
 from ..generation.graders import find_grader, grade
@@ -23,7 +24,9 @@ class Reward:
         with error_context("reward"):
             self.grader = find_grader(options.function)
 
-    def grades(self, tokenizer: Any, rows: Sequence[dict[str, Any]], rollouts: Sequence[Rollout]) -> Tensor:
+    def grades(
+        self, tokenizer: PreTrainedTokenizerBase, rows: Sequence[dict[str, Any]], rollouts: Sequence[Rollout]
+    ) -> Tensor:
         """[prompts, K], of the rollouts of each row's prompt. Raises InputError where the function gives other than a
         finite number for each."""
         decode = lambda ids: tokenizer.decode(ids, skip_special_tokens=True)  # noqa: E731

@@ -6,10 +6,13 @@
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..scoring.layouts import Prompt
 from .completion import Rollout
+
+if TYPE_CHECKING:
+    from .interface import SamplingInterface
 
 
 class RolloutSource(Protocol):
@@ -31,7 +34,7 @@ class RolloutSource(Protocol):
 class OnPolicy:
     """Samples from the current policy."""
 
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: "SamplingInterface"):
         self.trainer = trainer
 
     @property

@@ -35,6 +35,7 @@ from ..scoring import forward as scoring
 from ..scoring.choose_layout import some_ids
 from ..scoring.head import LogProb
 from ..scoring.layouts import Branch, Example
+from ..trainer.interface import TrainerInterface
 from .completion import Completion, finished
 from .options import VLLMColocateOptions
 from .weight_sync import scrambled_adapter, whole_weights_on_first
@@ -221,7 +222,7 @@ class VLLMSampler:
             shutil.rmtree(self.folder / str(number), ignore_errors=True)
 
 
-def computed_in(trainer: Any) -> str:
+def computed_in(trainer: TrainerInterface) -> str:
     """The dtype of the policy's products, by torch's name."""
     own = str(scoring.causal_lm(trainer.model).dtype).removeprefix("torch.")
     return {"bf16": "bfloat16", "fp16": "float16"}.get(trainer.accelerator.mixed_precision, own)

@@ -15,6 +15,7 @@ from accelerate.utils import gather_object
 from ..errors import InputError
 from ..generation.completions_client import Server, ServerError, as_server_error, at_once, together
 from ..scoring import forward as scoring
+from ..trainer.interface import TrainerInterface
 from .completion import Completion
 from .options import VLLMServerOptions
 from .prefetching import PrefetchedRollouts
@@ -36,7 +37,7 @@ class VLLMServerSampler(VLLMSampler):
     begun: Any = None
     checking = False
 
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: TrainerInterface):
         super().__init__(trainer)
         self.card = card = together(lambda: check(self.options, self.lora, trainer.args.max_length))
         self.server = _server(self.options)

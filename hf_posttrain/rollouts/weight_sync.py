@@ -8,9 +8,10 @@ from torch import Tensor
 from ..engines import sharded
 from ..models.hub_weights import hub_weights, named_weights
 from ..scoring import forward as scoring
+from ..trainer.interface import TrainerInterface
 
 
-def whole_weights_on_first(trainer: Any, dtype: str | None, change: Any = None) -> dict[str, Tensor]:
+def whole_weights_on_first(trainer: TrainerInterface, dtype: str | None, change: Any = None) -> dict[str, Tensor]:
     """The policy's weights in the hub's format on CPU, in `dtype` (None: their own), on the first rank; others get
     none. Never more than one of them is whole on a GPU. All ranks call it. change: (name, weight) -> another."""
     first, found = trainer.is_world_process_zero(), {}

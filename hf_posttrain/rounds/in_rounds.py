@@ -28,6 +28,7 @@ from typing import Any, ClassVar
 import datasets
 import numpy as np
 import torch
+from transformers import PreTrainedTokenizerBase, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
 from ..batching.micro_batch import MicroBatch
@@ -150,7 +151,7 @@ class InRounds(PostTrainer):
         self.callback_handler.callbacks.insert(self.callback_handler.callbacks.index(self.guard), self.round)
 
     @classmethod
-    def prepare_rows(cls, rows: Any, tokenizer: Any, args: Any, name: str) -> Any:
+    def prepare_rows(cls, rows: Any, tokenizer: PreTrainedTokenizerBase, args: TrainingArguments, name: str) -> Any:
         """Prompts, with the right answers of the data where they have them. Raises InputError where the judge wants one
         that is missing."""
         made = prepare(rows, cls.reads, tokenizer, args, name)

@@ -11,7 +11,7 @@ import datasets
 import numpy as np
 import torch
 from pyarrow import parquet
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..trainer.output_dir import write_json
 from .draw import FOLDER
@@ -84,11 +84,13 @@ class Round(TrainerCallback):
         if trainer.section.count and ends and not by_epoch and saved not in ("no", "best"):
             control.should_save = True
 
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Remove the pieces on disk, whose answers the checkpoint has."""
         self.remove_pieces()
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """A step of a round without rows changes nothing: without gradients torch's optimizers pass weights over."""
         if not len(self.rows):
             for weight in self.trainer.model.parameters():

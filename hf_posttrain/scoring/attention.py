@@ -1,6 +1,6 @@
-"""Who may look at whom in a laid-out batch, in the form that a model's attention takes.
+"""The arguments by which each token of a laid-out batch attends to what its layout allows.
 
-The rule is `allowed`. It reaches a kernel in one of three forms:
+The rule is `attention_masks.allowed`. It reaches a model in one of three forms:
 
 segments  one row in pieces (a prompt, a branch), each with its queries and its keys: a branch's keys are its prompt's,
           gathered once more, and its own. No mask, no padding. On a GPU in half precision one call of a varlen kernel
@@ -8,96 +8,57 @@ segments  one row in pieces (a prompt, a branch), each with its queries and its 
 blocks    one row for flex_attention, where the model caps its attention scores (Gemma 2)
 a mask    [R, 1, L, L] for anything else; FlashAttention, which takes none, gets the bounds of packed documents
 
-The form is the model's own attention implementation, set by `choose_attention`; nothing changes for other models.
+The form depends on the model's attention implementation, which `attention_selection` sets.
 
 Legend: R rows, L row length, D size of a head.
 """
 
-import logging
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
 from ..batching.micro_batch import MicroBatch, Segments
+from .attention_masks import attention_masks
 from .cpu import multiplies_bf16
-from .flex import BLOCK, attend_by_block, block_mask
 from .head import LOW
 from .pictures import names_of_kinds, sees_whole_pictures
 from .states import Pieces
 from .varlen import GQA, has_varlen_kernel, varlen_attn
 
-logger = logging.getLogger(__name__)
-BY_SEGMENT, BY_BLOCK = "sdpa_by_segment", "flex_by_block"
-"""Our implementations, in place of transformers' sdpa and of its flex_attention."""
-BEFORE = "_attention_before_ours"
-"""The attribute of a model that keeps what `choose_attention` replaced."""
+BY_SEGMENT = "sdpa_by_segment"
+"""Our implementation in place of transformers' sdpa."""
 VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """What kernels of documents in one row read, by transformers' names: where each begins, and the longest."""
 
 
-def choose_attention(model: PreTrainedModel, device: torch.device) -> None:
-    """Give a causal LM that will run on `device` the form that is quickest there; on a GPU it is logged, and why."""
-    chosen, why = quickest(model, device)
-    if chosen in FORMS and model.config.get_text_config()._attn_implementation != chosen:
-        AttentionInterface.register(chosen, FORMS[chosen])
-        AttentionMaskInterface.register(chosen, sdpa_mask)  # of rows that were not laid out here, as in generation
-        setattr(model, BEFORE, model.config.get_text_config()._attn_implementation)
-        model.set_attn_implementation(chosen)
-    if device.type != "cpu":
-        avoid_cudnn(device)
-        logger.info("attention of %s: %s (%s)", type(model).__name__, chosen, why)
-
-
-def undo_choice(model: PreTrainedModel) -> bool:
-    """Give a model back what `choose_attention` replaced, which takes a mask. False where that was nothing."""
-    before = vars(model).pop(BEFORE, None)
-    if before:
-        model.set_attn_implementation(before)
-    return before is not None
-
-
-def avoid_cudnn(device: torch.device) -> None:
-    """On a GPU, no cuDNN as a backend of sdpa: on Hopper it plans anew for each shape, 0.4 to 1 s each time. The
-    environment variable TORCH_CUDNN_SDPA_ENABLED=1 keeps it."""
-    if device.type != "cpu":
-        torch.backends.cuda.enable_cudnn_sdp(os.environ.get("TORCH_CUDNN_SDPA_ENABLED") == "1")
-
-
-def quickest(model: PreTrainedModel, device: torch.device) -> tuple[str, str]:
-    """The attention implementation that `choose_attention` gives a model, and why."""
-    config: Any = model.config.get_text_config()
-    asked = config._attn_implementation or "eager"
-    if asked in FORMS or not model._can_set_attn_implementation():
-        return asked, "it is set already, or cannot be set"
-    if asked == "sdpa":
-        return BY_SEGMENT, "each piece of a row alone" + ", in one varlen call" * has_varlen_kernel(device)
-    if asked == "flex_attention":
-        return BY_BLOCK, "flex_attention was asked for"
-    caps, dropout = getattr(config, "attn_logit_softcapping", None), getattr(config, "attention_dropout", 0)
-    if asked == "eager" and caps and not dropout and device.type != "cpu" and model._supports_flex_attn:
-        return BY_BLOCK, "the model caps its attention scores, which sdpa does not"
-    return asked, "the model was loaded with it"
-
-
-def row_multiple(models: Sequence[PreTrainedModel], device: torch.device | None = None) -> int | None:
-    """Is a micro-batch of all these models best one row? Then what its length must be a multiple of, else None.
-
-    device: for models that are yet to be given the form that is quickest there.
-    """
-    multiples = {BY_SEGMENT: 1, BY_BLOCK: 2 * BLOCK}  # a row of one block would be compiled for itself
-    found = []
-    for model in models:
-        now = model.config.get_text_config()._attn_implementation
-        found.append(multiples.get(quickest(model, device)[0] if device else now))
-    return None if None in found else max(found)  # type: ignore[type-var]
+def arguments(model: PreTrainedModel, batch: MicroBatch) -> dict[str, Any]:
+    """Return the arguments of the model's forward that let each token attend to what the batch's layout allows."""
+    picture = batch.picture
+    if batch.document is None:
+        kinds_of_tokens = {} if picture is None else dict.fromkeys(names_of_kinds(model), (picture > 0).long())
+        return {"attention_mask": batch.attention_mask} | kinds_of_tokens
+    implementation = model.config.get_text_config()._attn_implementation or ""
+    segments = batch.segments
+    ids = batch.input_ids
+    pieces = {}
+    if segments and getattr(model, "keeps_state", False):
+        pieces["pieces"] = Pieces.of(segments["sizes"], ids.device)
+    if "flash" in implementation and segments:
+        bounds = {name: value for name, value in segments.items() if name in VARLEN}
+        return {"attention_mask": None} | bounds | pieces
+    in_all = picture is None or sees_whole_pictures(model) == "all"
+    if implementation == BY_SEGMENT and segments:
+        whole_images = {} if picture is None else {"picture": picture[0], "in_all": in_all}
+        # transformers takes a 4D mask as it is: with this one it makes none
+        mask = ids.new_ones(1, 1, 1, 1, dtype=torch.bool)
+        return {"attention_mask": mask, "segments": {**segments, **whole_images}} | pieces
+    return {"attention_mask": attention_masks(model, batch, in_all)}
 
 
 # ---- segments
@@ -215,68 +176,3 @@ def _behind(
     seen = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
     seen = seen if same is None else seen | same
     return seen if window is None else seen.triu(keys - queries - window + 1)
-
-
-FORMS: dict[str, Callable[..., Any]] = {BY_SEGMENT: attend_by_segment, BY_BLOCK: attend_by_block}
-
-
-# ---- masks
-
-
-def arguments(model: PreTrainedModel, batch: MicroBatch) -> dict[str, Any]:
-    """Return the arguments of the model's forward that let each token attend to what the batch's layout allows."""
-    picture = batch.picture
-    if batch.document is None:
-        kinds_of_tokens = {} if picture is None else dict.fromkeys(names_of_kinds(model), (picture > 0).long())
-        return {"attention_mask": batch.attention_mask} | kinds_of_tokens
-    config: Any = model.config.get_text_config()
-    implementation, segments, ids = config._attn_implementation or "", batch.segments, batch.input_ids
-    pieces = {}
-    if segments and getattr(model, "keeps_state", False):
-        pieces["pieces"] = Pieces.of(segments["sizes"], ids.device)
-    if "flash" in implementation and segments:
-        bounds = {name: value for name, value in segments.items() if name in VARLEN}
-        return {"attention_mask": None} | bounds | pieces
-    in_all = picture is None or sees_whole_pictures(model) == "all"
-    if implementation == BY_SEGMENT and segments:
-        whole_images = {} if picture is None else {"picture": picture[0], "in_all": in_all}
-        # transformers takes a 4D mask as it is: with this one it makes none
-        mask = ids.new_ones(1, 1, 1, 1, dtype=torch.bool)
-        return {"attention_mask": mask, "segments": {**segments, **whole_images}} | pieces
-    of_all = batch if in_all else batch.replace(picture=None)
-    kinds, window = {*(getattr(config, "layer_types", None) or ())}, getattr(config, "sliding_window", None)
-
-    def made(seen_back: int | None) -> Any:
-        told = of_all if seen_back is None else batch
-        if implementation == BY_BLOCK and segments and ids.shape[1] % BLOCK == 0:
-            return block_mask(told, seen_back, lambda window, i, j: _sees(told, window, 0, i, j))
-        mask = allowed(told, seen_back)[:, None]
-        if implementation not in ("eager", "flex_attention"):  # these add theirs to the scores
-            return mask
-        return torch.zeros_like(mask, dtype=model.dtype).masked_fill(~mask, torch.finfo(model.dtype).min)
-
-    if "sliding_attention" in kinds:
-        return {"attention_mask": {"full_attention": made(None), "sliding_attention": made(window)}}
-    return {"attention_mask": made(None if kinds else window)}  # Mistral has a window and no layer types
-
-
-def allowed(batch: MicroBatch, window: int | None = None) -> Tensor:
-    """[R, L, L] bool, may query i see key j: j <= i, same document, and j in the prompt or in i's own branch.
-
-    window: how many positions back a sliding layer sees, itself included. Every query sees at least itself.
-    """
-    row, place = (torch.arange(size, device=batch.input_ids.device) for size in batch.input_ids.shape)
-    return _sees(batch, window, row[:, None, None], place[:, None], place)
-
-
-def _sees(batch: MicroBatch, window: int | Tensor | None, r: Any, i: Tensor, j: Tensor) -> Tensor:
-    """The rule of `allowed` for query i and key j of row r, indices of any shapes that broadcast."""
-    document, branch, position, picture = batch.document, batch.branch, batch.position_ids, batch.picture
-    assert document is not None
-    assert branch is not None
-    own_branch = (branch[r, j] == 0) | (branch[r, j] == branch[r, i])
-    seen = j <= i
-    if picture is not None:
-        seen = seen | ((picture[r, i] == picture[r, j]) & (picture[r, i] > 0))
-    mask = seen & (document[r, i] == document[r, j]) & own_branch
-    return mask if window is None else mask & (position[r, i] - position[r, j] < window)

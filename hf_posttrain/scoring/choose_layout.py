@@ -23,7 +23,9 @@ from ..data.images import some_picture
 from ..errors import InputError
 from ..losses.divergence import log_softmax
 from . import forward
-from .attention import BY_BLOCK, BY_SEGMENT, row_multiple, undo_choice
+from .attention import BY_SEGMENT
+from .attention_masks import BY_BLOCK
+from .attention_selection import row_multiple, undo_choice
 from .head import LOW, LogProb, score_tokens
 from .layouts import Branch, Example, collate
 from .rotary import rope_switch
@@ -127,7 +129,7 @@ class InFloat32(TorchFunctionMode):
             return func(*map(_raised, args), **{name: _raised(value) for name, value in kwargs.items()})
 
 
-def _raised(value: Any) -> Any:
+def _raised(value: object) -> Any:
     """A tensor of less than float32 in float32; anything else as it is."""
     return value.float() if isinstance(value, Tensor) and value.dtype in LOW else value
 

@@ -90,24 +90,24 @@ def causal_lm(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def cache_argument(model: Any) -> str:
+def cache_argument(model: nn.Module) -> str:
     """The name under which a causal LM's forward takes a cache; empty: it takes none."""
     taken = inspect.signature(type(model).forward).parameters
     return next((name for name in states.CACHE if name in taken), "")
 
 
-def sees(model: Any) -> bool:
+def sees(model: nn.Module) -> bool:
     """Has a model a tower for pictures?"""
     return hasattr(getattr(causal_lm(model), "base_model", None), "get_image_features")
 
 
-def vision_weights(model: Any) -> list[nn.Parameter]:
+def vision_weights(model: nn.Module) -> list[nn.Parameter]:
     """The weights of a causal LM's tower, and of what joins it to the language model; none where it has no tower."""
     inner = causal_lm(model)
     return [weight for name, weight in inner.named_parameters() if is_vision(inner, name)] if sees(inner) else []
 
 
-def is_vision(model: Any, name: str) -> bool:
+def is_vision(model: nn.Module, name: str) -> bool:
     """Has a parameter or module, by its name in a causal LM that sees, nothing of its language model and head?"""
     inner = causal_lm(model)
     language = (inner.get_decoder(), inner.get_output_embeddings(), inner.get_input_embeddings())

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from transformers import PreTrainedConfig
 
 TILE_ELEMENTS = 2**23  # on CPU: logits in one tile, n x V (32 MB in float32)
 KEEP_ELEMENTS = 2**26  # on CPU: the logits' gradient waits for the backward where N x V is below this: it saves a GEMM
@@ -180,7 +181,7 @@ class LogitTransform:
     softcap: float | None = None  # Gemma's final_logit_softcapping: cap * tanh(x / cap)
 
     @classmethod
-    def of(cls, config: Any) -> "LogitTransform":
+    def of(cls, config: PreTrainedConfig) -> "LogitTransform":
         """Read the model's config; what it does not name is left to the check of the first batch."""
         scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
         return cls(float(scale), getattr(config, "final_logit_softcapping", None))

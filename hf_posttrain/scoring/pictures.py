@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from ..batching.micro_batch import MicroBatch
 from ..data.images import PictureReader
@@ -32,7 +33,7 @@ class Pictures:
     whole: bool = False  # do the tokens of a picture see each other, those behind them too, in some layers?
 
     @classmethod
-    def of(cls, model: Any, reader: PictureReader, always: bool = False) -> "Pictures":
+    def of(cls, model: PreTrainedModel, reader: PictureReader, always: bool = False) -> "Pictures":
         """Of a causal LM with a tower. Raises InputError for one that cannot be trained with pictures."""
         inner, empty = model.base_model, None
         if model.config.model_type == "paligemma":
@@ -71,14 +72,14 @@ class Pictures:
         positions = None if self.rope is None else batch.rope_positions
         return batch.replace(visual=self.reader.tensors(pictures), picture=numbers, rope_positions=positions)
 
-    def of_prompts(self, pictures: Sequence[Any], ids: Tensor, model: Any) -> dict[str, Tensor]:
+    def of_prompts(self, pictures: Sequence[Any], ids: Tensor, model: nn.Module) -> dict[str, Tensor]:
         """What transformers' generate takes of the pictures of prompts [n, L], on their device."""
         kinds = torch.isin(ids, torch.tensor(self.reader.token_ids, device=ids.device)).long()
         tensors = {name: value.to(ids.device) for name, value in self.reader.tensors(pictures).items()}
         return tensors | dict.fromkeys(names_of_kinds(model), kinds)
 
 
-def sees_whole_pictures(model: Any) -> str:
+def sees_whole_pictures(model: PreTrainedModel) -> str:
     """In which layers of a causal LM with a tower do the tokens of a picture see those behind them? "all": Gemma 3;
     "sliding": the larger Gemma 4, where a layer has a window; "": in none that is known (the check of the first batch
     shows it a picture)."""
@@ -87,7 +88,7 @@ def sees_whole_pictures(model: Any) -> str:
     return "all" if model.config.model_type == "gemma3" else ""
 
 
-def names_of_kinds(model: Any) -> list[str]:
+def names_of_kinds(model: nn.Module) -> list[str]:
     """The arguments in which a model's forward is told which tokens are of pictures (1) and which of text (0)."""
     taken = inspect.signature(type(model).forward).parameters
     return [name for name in ("mm_token_type_ids", "token_type_ids") if name in taken]

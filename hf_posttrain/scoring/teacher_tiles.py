@@ -1,6 +1,7 @@
 """Student against teacher, tile by tile: the tile functions of KD and OPD.
 
-Over the whole vocabulary (`dense`) or on the sampled tokens alone; over a teacher's cached top tokens: `top_tokens`.
+Over the whole vocabulary here; over a teacher's most likely tokens: `top_tokens`; of the sampled tokens alone:
+`policy_gradient`.
 
 Student and teacher must have the same token ids. A divergence is over those that both heads have, padding that both
 have among them; a cross-entropy is over the student's whole head. The teacher's logits come from its hidden states tile
@@ -20,9 +21,6 @@ from torch import Tensor
 
 from ..losses.divergence import DIVERGENCES, forward_kl, jsd, log_softmax, reverse_kl
 from .head import LogProb, Tile, TileFunction, expectation, kernels, softmax
-
-IMPORTANCE = 2.0
-"""Most that a token counts for being likelier now than when it was sampled."""
 
 
 def divergence(name: str, beta: float | None) -> Callable[[Tensor, Tensor], Tensor]:
@@ -179,37 +177,3 @@ def beside_cross_entropy(tile: TileFunction, targets: Tensor, ce_coef: float) ->
         return Tile((1 - ce_coef) * found.value - ce_coef * own.value, grad, found.stats | {"ce": -own.value})
 
     return mixed if ce_coef else tile
-
-
-# ---- the sampled tokens: policy gradient
-
-
-@dataclass(frozen=True)
-class SampledPolicyGradient:
-    """value = -sg(A) ln q of the sampled tokens, A = ln p - ln q + extra: with nothing extra its expected gradient is
-    that of the reverse KL."""
-
-    targets: Tensor  # [N], the sampled tokens
-    teacher: Tensor  # [N], the teacher's log-probabilities of them at the same temperature
-    temperature: float
-    vocabulary: int  # of the ids that both models have
-    extra: Tensor | None = None  # [N], a reward
-    sampler: Tensor | None = None  # [N], of `importance`
-
-    def __call__(self, logits: Tensor, rows: slice, need_grad: bool, buffer: Tensor) -> Tile:
-        """[n, V] -> Tile of [n]; stats `student`, `teacher`, `entropy`."""
-        tile = LogProb(self.targets, self.temperature, True, self.vocabulary)(logits, rows, need_grad, buffer)
-        advantage = self.teacher[rows] - tile.value
-        advantage = advantage if self.extra is None else advantage + self.extra[rows]
-        advantage = advantage * importance(tile.value, None if self.sampler is None else self.sampler[rows])
-        stats = {"student": tile.value, "teacher": self.teacher[rows], "entropy": tile.stats["entropy"]}
-        grad = None if tile.grad is None else tile.grad.mul_(-advantage[:, None])
-        return Tile(-advantage * tile.value, grad, stats)
-
-
-def importance(student: Tensor, sampler: Tensor | None) -> Tensor | float:
-    """q / q of the sampler, at most IMPORTANCE: what a token counts that weights of before have sampled, [N]. sampler:
-    ln q of it, NaN where that is not known; None: they are the weights of now."""
-    if sampler is None:
-        return 1.0
-    return (student - sampler).exp().clamp(max=IMPORTANCE).nan_to_num(nan=1.0)

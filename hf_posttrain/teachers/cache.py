@@ -1,14 +1,17 @@
 """The teacher's top k of prepared rows, scored once and kept on disk."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..batching.micro_batch import MicroBatch
 from ..capabilities import Feature
 from ..models import score_cache
 from .signal import Request, Teacher, TopK
 
+if TYPE_CHECKING:
+    from ..trainer.interface import TrainerInterface
 
-def precompute_top_k(trainer: Any, teacher: Teacher, request: Request) -> None:
+
+def precompute_top_k(trainer: "TrainerInterface", teacher: Teacher, request: Request) -> None:
     """Add the columns teacher_ids and teacher_logps, [trained tokens][K] each, to the trainer's datasets.
 
     The cache is bound to the teacher's weights, the rows' token ids, the tokenizer, K, temperature and precision.

@@ -37,6 +37,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from ..batching.micro_batch import MicroBatch
 from ..data.align import LEFT_OUT, Aligner, shared_ids
@@ -132,7 +133,7 @@ class CrossTokenizerTeacher:
         """Return what distinguishes its scores from those of another teacher."""
         return self.teacher.key()
 
-    def ends(self, tokenizer: Any, template_kwargs: dict[str, Any] | None) -> list[int]:
+    def ends(self, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any] | None) -> list[int]:
         """Return none: its ids are not the student's."""
         return []
 

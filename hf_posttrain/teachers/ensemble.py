@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from ..batching.micro_batch import MicroBatch
 from ..models.frozen import FrozenModel
@@ -109,7 +110,7 @@ class Ensemble:
         """Return the keys of all teachers."""
         return {name: teacher.key() for name, teacher in self.teachers.items()}
 
-    def ends(self, tokenizer: Any, template_kwargs: dict[str, Any] | None) -> list[int]:
+    def ends(self, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any] | None) -> list[int]:
         """Return the ids that end an answer for any teacher."""
         ends = [end for teacher in self.teachers.values() for end in teacher.ends(tokenizer, template_kwargs)]
         return list(dict.fromkeys(ends))

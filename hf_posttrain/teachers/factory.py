@@ -19,6 +19,7 @@ from ..models.frozen import FrozenModel, shares_trained_weights
 from ..models.policy import find_terminal_ids
 from ..models.section import ModelSection, TeacherSection
 from ..scoring import forward
+from ..trainer.interface import TrainerInterface
 from .cross_tokenizer import CrossTokenizerTeacher
 from .ensemble import Ensemble
 from .eos import MergedEOS
@@ -48,7 +49,10 @@ class TeacherSetup:
 
 
 def build_teacher(
-    trainer: Any, given: Given | Mapping[str, Given] | None, offload: bool | Mapping[str, bool], merge_eos: bool
+    trainer: TrainerInterface,
+    given: Given | Mapping[str, Given] | None,
+    offload: bool | Mapping[str, bool],
+    merge_eos: bool,
 ) -> TeacherSetup:
     """Build the teacher of a trainer, or several by name. A model given by name is loaded.
 
@@ -99,7 +103,7 @@ def build_teacher(
     return TeacherSetup(teacher, vocabulary, terminal_ids, eos, models, inputs, *averages)
 
 
-def _merged_eos(trainer: Any, teacher: Any, vocabulary: int, merge: bool) -> tuple[list[int], MergedEOS]:
+def _merged_eos(trainer: TrainerInterface, teacher: Any, vocabulary: int, merge: bool) -> tuple[list[int], MergedEOS]:
     """Return the ids that end an answer of the student or of a teacher with its tokenizer, and the merged ids."""
     theirs = []
     if teacher.aligner is None:
@@ -112,7 +116,7 @@ def _merged_eos(trainer: Any, teacher: Any, vocabulary: int, merge: bool) -> tup
     return terminal_ids, MergedEOS(torch.tensor(merged, device=trainer.accelerator.device), trainer.args.temperature)
 
 
-def _served(trainer: Any, section: TeacherSection, name: str) -> ServedTeacher:
+def _served(trainer: TrainerInterface, section: TeacherSection, name: str) -> ServedTeacher:
     """Connect to a server and test it."""
     args = trainer.args
     teacher = ServedTeacher(trainer, section, f"teachers.{name}" if name else "teacher")
@@ -128,7 +132,7 @@ BUILDERS: dict[str, Callable[[Any, TeacherSection, str], Any]] = {"self": build_
 these keys is a model in memory."""
 
 
-def _local(trainer: Any, given: Given, name: str, offload: bool) -> LocalTeacher:
+def _local(trainer: TrainerInterface, given: Given, name: str, offload: bool) -> LocalTeacher:
     """Load a model where it is given by name, and test whether its tokens are the student's."""
     args = trainer.args
     model: Any = given
@@ -158,7 +162,7 @@ def _local(trainer: Any, given: Given, name: str, offload: bool) -> LocalTeacher
 
 
 def _aligner(
-    trainer: Any, tokenizer: Any, own_tokenizer: str | None, ends: Callable[[Any], list[int]]
+    trainer: TrainerInterface, tokenizer: Any, own_tokenizer: str | None, ends: Callable[[Any], list[int]]
 ) -> Aligner | None:
     """Return what aligns a teacher's tokens with the student's; None where both have one tokenizer.
 

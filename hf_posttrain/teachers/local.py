@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import TrainerCallback
+from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..batching.micro_batch import MicroBatch
 from ..data.align import Aligner
@@ -149,10 +149,12 @@ class LocalTeacher(FrozenModel, TrainerCallback):
         """Return a hash of the model."""
         return score_cache.model_key(self.model)
 
-    def ends(self, tokenizer: Any, template_kwargs: dict[str, Any] | None) -> list[int]:
+    def ends(self, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any] | None) -> list[int]:
         """Return the ids that end an answer."""
         return find_terminal_ids(self.model, tokenizer, template_kwargs)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Free the memory of the device; a later evaluation brings the teacher back."""
         self.release()

@@ -1,11 +1,14 @@
 """Options of the teacher of a method. Importable without torch."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from ..options import option
 from ..trainer.limits import COUNT
 from ..trainer.option_group import OptionGroup, OptionKind
+
+if TYPE_CHECKING:
+    from ..trainer.config import PostTrainConfig
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ COMPARED = ("top_k", "top_k_remainder", "precompute", "merge_eos")
 """Options of how student and teacher are compared, which a recipe may have in its teacher section."""
 
 
-def precomputes(config: Any) -> bool:
+def precomputes(config: "PostTrainConfig") -> bool:
     """Return whether a Config asks for the teacher's scores once, before training."""
     teacher = getattr(config, "teacher", None)
     return teacher is not None and teacher.precompute

@@ -8,7 +8,7 @@ from typing import Any
 import peft
 import torch
 from torch import Tensor, nn
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..capabilities import Feature, conflict
 from ..engines import engine, sharded
@@ -18,6 +18,7 @@ from ..models.frozen import FrozenModel, round_products
 from ..models.reference import COPY, adapter_reference
 from ..models.section import TeacherSection
 from ..scoring import forward
+from ..trainer.interface import TrainerInterface
 from .local import LocalTeacher
 
 
@@ -29,7 +30,7 @@ class SelfTeacher(LocalTeacher):
 
     offload = False
 
-    def __init__(self, trainer: Any, inside: Callable[[Any], Any], description: str):
+    def __init__(self, trainer: TrainerInterface, inside: Callable[[Any], Any], description: str):
         self.trainer, self.inside, self.accelerator = trainer, inside, trainer.accelerator
         self.description = description
         self.sharded, self.contexts = engine.shards(trainer.accelerator), ExitStack()
@@ -80,7 +81,7 @@ class MovingAverage(TrainerCallback):
         self.decay = decay
 
     @torch.no_grad()
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Follow."""
         for average, now in self.pairs().values():
             average.lerp_(now.to(average), 1 - self.decay)
@@ -137,7 +138,7 @@ def check_average(dtypes: Iterable[torch.dtype]) -> None:
 
 
 def _average(
-    trainer: Any, pairs: Callable[[], Mapping[str, tuple[Tensor, Tensor]]], decay: float
+    trainer: TrainerInterface, pairs: Callable[[], Mapping[str, tuple[Tensor, Tensor]]], decay: float
 ) -> MovingAverage:
     check_average(average.dtype for average, _ in pairs().values())
     return MovingAverage(pairs, decay)

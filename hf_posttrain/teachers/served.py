@@ -18,6 +18,7 @@ import datasets
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from ..batching.micro_batch import MicroBatch
 from ..data.align import Aligner
@@ -28,6 +29,8 @@ from ..models import load
 from ..models.frozen import FrozenModel
 from ..models.policy import terminal_ids_of
 from ..models.section import ModelSection, TeacherSection
+from ..trainer.config import PostTrainConfig
+from ..trainer.interface import TrainerInterface
 from .inputs import TeacherBatch, teacher_batch
 from .signal import Request, Sampled, TeacherSignal, TopK
 
@@ -45,7 +48,7 @@ class ServedTeacher:
     aligner: Aligner | None = None
     models: tuple[FrozenModel, ...] = ()
 
-    def __init__(self, trainer: Any, section: TeacherSection, key: str = "teacher"):
+    def __init__(self, trainer: TrainerInterface, section: TeacherSection, key: str = "teacher"):
         self.trainer, self.section, self.key_of_url = trainer, section, f"{key}.url"
         self.server = Server(str(section.url), self.key_of_url, _NEEDS)
         first = together(self.server.card)
@@ -61,7 +64,7 @@ class ServedTeacher:
             logger.info("%s has no config.json: its vocabulary is that of the tokenizer", section.name_or_path)
         self.vocabulary = own or max(self.tokenizer.get_vocab().values()) + 1
 
-    def _check_lengths(self, rows: Any, args: Any) -> None:
+    def _check_lengths(self, rows: Any, args: PostTrainConfig) -> None:
         """Raises InputError where training rows may be longer than what the server scores: it wants space for a token
         behind them."""
         if isinstance(self.longest, int) and isinstance(rows, datasets.Dataset) and len(rows):
@@ -221,7 +224,7 @@ class ServedTeacher:
         some = [round(row[token], 1) for row, token in zip(rows[::4], ids[8::4], strict=True)]
         return f"served {self.model} {self.root} {gather_object([some])[0]}"
 
-    def ends(self, tokenizer: Any, template_kwargs: dict[str, Any] | None) -> list[int]:
+    def ends(self, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any] | None) -> list[int]:
         """The ids that end an answer, as far as its folder says."""
         return terminal_ids_of(load.generation_config_of(self.section), tokenizer, template_kwargs)
 

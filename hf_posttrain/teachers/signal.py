@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol, Self, TypeAlias
 
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from ..batching.micro_batch import MicroBatch
 from ..data.align import Aligner
@@ -130,7 +131,7 @@ class Teacher(Protocol):
         """Return what distinguishes its scores from those of another teacher, for caches."""
         ...
 
-    def ends(self, tokenizer: Any, template_kwargs: dict[str, Any] | None) -> list[int]:
+    def ends(self, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any] | None) -> list[int]:
         """Return the ids that end an answer."""
         ...
 

@@ -34,7 +34,7 @@ from ..models import layers, load
 from ..models import policy as policies
 from ..models.frozen import FrozenModel
 from ..scoring import forward
-from ..scoring.attention import row_multiple
+from ..scoring.attention_selection import row_multiple
 from ..scoring.choose_layout import choose_layout, trusted_layout
 from ..scoring.pictures import Pictures
 from ..watch import progress, reporters

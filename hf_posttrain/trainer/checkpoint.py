@@ -80,7 +80,7 @@ def complete_or_invisible(trainer: Any) -> Iterator[str]:
     accelerator.wait_for_everyone()
 
 
-def launched(trainer: Any) -> dict[str, Any]:
+def launched(trainer: TrainerInterface) -> dict[str, Any]:
     """What must be the same again for a resumed run to go on as if nothing had happened."""
     accelerator, name = trainer.accelerator, engine.name(trainer.accelerator)
     if name == "fsdp2":
@@ -106,7 +106,7 @@ def find_checkpoint(output_dir: str | os.PathLike[str], newest: float = inf) -> 
     return None
 
 
-def own_step(trainer: Any, resumed: str | bool | None) -> int | None:
+def own_step(trainer: TrainerInterface, resumed: str | bool | None) -> int | None:
     """The step of a checkpoint that is resumed, where it is one of this run's own folder."""
     folder = Path(resumed).resolve() if isinstance(resumed, str) else Path()
     own = folder.parent == Path(trainer.args.output_dir).resolve() and _NAME.fullmatch(folder.name)
@@ -124,7 +124,7 @@ def _state(checkpoint: Path) -> dict[str, Any]:
     return state.get("stateful_callbacks", {}).get(LAUNCH) or {}
 
 
-def find_resumed(trainer: Any, wanted: str | bool | None) -> str | None:
+def find_resumed(trainer: TrainerInterface, wanted: str | bool | None) -> str | None:
     """The folder that `train(resume_from_checkpoint=wanted)` means: a folder, "auto" or True; None is a fresh start.
 
     Raises InputError on all ranks where True finds none, where machines do not share one, and where this run could not
@@ -149,7 +149,7 @@ def find_resumed(trainer: Any, wanted: str | bool | None) -> str | None:
     return wanted
 
 
-def _find_common(trainer: Any) -> str | None:
+def _find_common(trainer: TrainerInterface) -> str | None:
     """The newest complete checkpoint in output_dir that each machine has, or None where no machine has any."""
     args, newest = trainer.args, inf
     while True:
@@ -321,7 +321,7 @@ def loading(checkpoint: str | None) -> Iterator[None]:
 
 
 @contextmanager
-def without_pickled_code(trainer: Any) -> Iterator[None]:
+def without_pickled_code(trainer: TrainerInterface) -> Iterator[None]:
     """DeepSpeed unpickles whatever its checkpoints hold, code too: inside, tensors and its own records alone are read.
 
     Raises InputError for anything else, unless `pickle` is in resume_despite.

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import torch
+from torch import nn
 from transformers import Trainer, TrainingArguments, get_scheduler
 from transformers.utils.import_utils import enable_tf32, is_torch_tf32_available
 
@@ -306,7 +307,7 @@ def _try_optimizer(config: PostTrainConfig) -> None:
 
 
 def check_arguments(
-    trainer: Any, model: Any, args: Any, data_collator: Any, kwargs: Mapping[str, Any]
+    trainer: Any, model: nn.Module | str | None, args: TrainingArguments, data_collator: Any, kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
     """`kwargs` of a trainer class without those of TRL that change nothing. Raises InputError for what cannot be
     honoured."""

@@ -1,11 +1,11 @@
 """What a method's trainer defines, and the attributes that the parts of PostTrainer share."""
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import datasets
 from torch import Tensor, nn
-from transformers import PreTrainedModel, Trainer
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 
 from ..batching.micro_batch import MicroBatch
 from ..models.frozen import FrozenModel
@@ -16,6 +16,8 @@ from .config import PostTrainConfig
 from .loss_units import Losses, Meter
 from .method import Method
 from .stateful import Stateful
+
+Batch = TypeVar("Batch", bound=MicroBatch)
 
 
 class TrainerInterface(Trainer):
@@ -49,6 +51,8 @@ class TrainerInterface(Trainer):
     """Metrics by stage, `train` and `eval`."""
     pace: Pace
     guard: Guard
+    preemption: Any
+    """Whether the run was told to stop: a `Preemption`."""
     stateful: dict[str, Stateful]
     """What checkpoints store in addition to the state of Trainer, by name."""
     scored_rows: list[datasets.Dataset]
@@ -103,8 +107,16 @@ class TrainerInterface(Trainer):
 
     # ---- what PostTrainer defines
 
+    def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, **options: Any) -> list[list[int]]:
+        """Sample one completion of each prompt from the policy."""
+        raise NotImplementedError
+
+    def _prepare_inputs(self, inputs: Batch) -> Batch:  # type: ignore[override]
+        """Move a batch to the device."""
+        raise NotImplementedError
+
     @classmethod
-    def prepare(cls, rows: Any, tokenizer: Any, args: Any, name: str) -> Any:
+    def prepare(cls, rows: Any, tokenizer: PreTrainedTokenizerBase, args: PostTrainConfig, name: str) -> Any:
         """Return rows as `examples` takes them."""
         raise NotImplementedError
 

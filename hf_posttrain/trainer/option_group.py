@@ -68,7 +68,7 @@ class OptionGroup:
         self.selector = kinds[0].selector
         self.optional = optional
 
-    def problems(self, key: str, value: Any) -> Iterator[Problem]:
+    def problems(self, key: str, value: object) -> Iterator[Problem]:
         """Yield what is wrong with the value of the option `key`. Problems are of `key.option`, then of `key`."""
         if value is None and self.optional:
             return
@@ -114,7 +114,7 @@ class OptionGroup:
         """Return the names of the kinds that have an option."""
         return [name for name, kind in self.kinds.items() if option in _names(kind)]
 
-    def build(self, key: str, value: Any) -> Any:
+    def build(self, key: str, value: object) -> Any:
         """Return the instance that the value of the option `key` stands for. Raises InputError if it has a problem."""
         if value is None and self.optional:
             return None
@@ -125,7 +125,7 @@ class OptionGroup:
         types = typing.get_type_hints(kind)
         return kind(**{option: _converted(given, types[option]) for option, given in mapping.items()})
 
-    def restore(self, value: Any) -> Any:
+    def restore(self, value: object) -> Any:
         """Return the instance of a value that another release has written, without the options that its kind lacks."""
         if value is None and self.optional:
             return None
@@ -134,7 +134,7 @@ class OptionGroup:
         required = {field.name: "" for field in dataclasses.fields(kind) if field.default is dataclasses.MISSING}
         return kind(**required | {option: mapping[option] for option in _names(kind) if option in mapping})
 
-    def as_mapping(self, value: Any) -> dict[str, Any] | None:
+    def as_mapping(self, value: object) -> dict[str, Any] | None:
         """Return a new mapping of the options that a value gives, None for a value of another type.
 
         On a command line the value is a text of YAML or JSON.

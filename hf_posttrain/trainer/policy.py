@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from peft import PeftConfig
 from torch import nn
 from transformers import set_seed
 
@@ -12,7 +13,7 @@ from . import saving
 from .router import router_coef
 
 
-def make_policy(model: nn.Module, peft_config: Any, args: Any) -> tuple[nn.Module, float]:
+def make_policy(model: nn.Module, peft_config: PeftConfig, args: Any) -> tuple[nn.Module, float]:
     """Return the model as it is trained, with a new adapter where `peft_config` is given, and the weight of its
     experts' load-balancing loss.
 

@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from .interface import TrainerInterface
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +26,7 @@ class Preemption(TrainerCallback):
     KeyboardInterrupt.
     """
 
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: TrainerInterface):
         self.trainer, self.accelerator = trainer, trainer.accelerator
         self.asked = self.happened = False
         self.interrupted = 0.0
@@ -69,18 +71,20 @@ class Preemption(TrainerCallback):
             logger.warning("%s: %s", how, what)
         return asked
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Save, and evaluate nothing, since time is short."""
         if self.stops(state, control):
             control.should_save, control.should_evaluate = True, False
 
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Forget the best checkpoint in memory, so that HF neither loads it now nor deletes the new one in its favour;
         the trainer_state.json on disk still names it."""
         if self.happened:
             state.best_model_checkpoint = None
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """This is the middle of an epoch: nothing that is due at its end. Save what no step has saved, as between
         steps."""
         if self.happened:

@@ -303,7 +303,7 @@ def beyond(limits: Mapping[str, Limit], values: Any) -> Iterator[Problem]:
             yield (name,), f"{name}={value:g} {limit.otherwise}"
 
 
-def one_of(name: str, value: Any, allowed: Collection[str]) -> Iterator[Problem]:
+def one_of(name: str, value: object, allowed: Collection[str]) -> Iterator[Problem]:
     """A problem where `value` of the field `name` is none of those allowed, with the nearest."""
     if value not in allowed:
         hint = nearest(str(value), allowed, listed=False)

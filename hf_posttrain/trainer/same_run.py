@@ -10,6 +10,8 @@ from typing import Any
 import datasets
 import peft
 import xxhash
+from peft import PeftConfig
+from torch import nn
 
 from ..data.images import versions
 from ..engines import sharded
@@ -17,6 +19,7 @@ from ..errors import shown
 from ..models import adapters, score_cache
 from ..scoring import forward
 from ..watch.symptoms import listed
+from .interface import TrainerInterface
 from .option_group import OptionGroup, OptionKind
 from .renamed_options import RENAMED, with_new_names
 
@@ -97,14 +100,14 @@ def describe(trainer: Any) -> dict[str, Any]:
     return json.loads(json.dumps(found, default=score_cache.plain))
 
 
-def base_weights(model: Any, peft_config: Any, method: Any) -> str:
+def base_weights(model: nn.Module, peft_config: Any, method: Any) -> str:
     """A hash of the weights that a checkpoint lacks: those that are frozen, or what a reference begins as. Of what
     ZeRO-3 has cut it is that of this rank's part: such a run is resumed by as many ranks."""
     all_of_them = method.second == "reference" and peft_config is None
     return _weights_key(weight for weight in model.named_parameters() if all_of_them or not weight[1].requires_grad)
 
 
-def start_weights(model: Any, peft_config: Any) -> str | None:
+def start_weights(model: nn.Module, peft_config: PeftConfig) -> str | None:
     """A hash of the trained weights that a run begins with, without those of a new adapter, which are drawn at random:
     a LoRA that is continued has some B that is not 0, and of other kinds it is not known."""
     if peft_config is not None:
@@ -151,7 +154,7 @@ def _with_groups(then: Mapping[str, Any], groups: Mapping[str, OptionGroup]) -> 
     return values | {key: options.described() for key, options in old.items() if options is not None}
 
 
-def describe_rows(trainer: Any, rows: Any) -> Any:
+def describe_rows(trainer: TrainerInterface, rows: Any) -> Any:
     """How many prepared rows, and a hash of their tokens and labels; of a stream that of its first rows. None of rows
     that are raw, as those that replaced others."""
     if rows is None or isinstance(rows, dict):

@@ -35,14 +35,14 @@ CARD_MARKER = "<!-- written by hf_posttrain; remove this line to keep your own t
 _WHOLE = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
-def _tied_once(model: Any, state: dict[str, Tensor] | None) -> dict[str, Tensor] | None:
+def _tied_once(model: nn.Module, state: dict[str, Tensor] | None) -> dict[str, Tensor] | None:
     """A gathered state without the second names of tied weights: gathered, they are tensors of their own."""
     first: dict[int, str] = {}
     names = {name: first.setdefault(id(w), name) for name, w in model.named_parameters(remove_duplicate=False)}
     return state and {name: tensor for name, tensor in state.items() if names.get(name, name) == name}
 
 
-def keep_last_step(trainer: Any) -> str:
+def keep_last_step(trainer: TrainerInterface) -> str:
     """Save a checkpoint of the last whole step, in which the weights are still, and say so: after an error that all
     ranks have. Nothing where checkpoints are not wanted."""
     step = trainer.state.global_step
@@ -53,11 +53,11 @@ def keep_last_step(trainer: Any) -> str:
     return f"; checkpoint-{step} is saved: the same command with train.resume_from_checkpoint=auto goes on"
 
 
-def _adapter_in_fsdp(trainer: Any) -> bool:
+def _adapter_in_fsdp(trainer: TrainerInterface) -> bool:
     return bool(trainer.accelerator.is_fsdp2 and isinstance(forward.unwrapped(trainer.model), peft.PeftModel))
 
 
-def remove_engine_copies(trainer: Any, checkpoint: Path) -> None:
+def remove_engine_copies(trainer: TrainerInterface, checkpoint: Path) -> None:
     """Remove the weights that Accelerate has saved of an adapter under FSDP2. It adds a tied head, which is frozen, and
     the trained weights are in the adapter's own file. All ranks call it."""
     trainer.accelerator.wait_for_everyone()
@@ -82,12 +82,12 @@ def load_cut_adapter(policy: peft.PeftModel, checkpoint: str) -> None:
                 weight.copy_(value)
 
 
-def _loads_pretrained(trainer: Any) -> bool:
+def _loads_pretrained(trainer: TrainerInterface) -> bool:
     """Is the policy a whole model in one piece, not an adapter and not in an engine's own files?"""
     return isinstance(trainer.model, PreTrainedModel) and not engine.changes_weights(trainer.accelerator)
 
 
-def add_tags(model: Any, method: str) -> None:
+def add_tags(model: PreTrainedModel, method: str) -> None:
     """Give a model the tags that `push_to_hub` and the model card write: the library and the method."""
     if hasattr(model, "add_model_tags"):
         model.add_model_tags(["hf_posttrain", method])
@@ -96,7 +96,7 @@ def add_tags(model: Any, method: str) -> None:
 # ---- what is saved
 
 
-def whole_state(trainer: Any, adapter_only: bool) -> dict[str, Tensor] | None:
+def whole_state(trainer: TrainerInterface, adapter_only: bool) -> dict[str, Tensor] | None:
     """Every weight, on the first rank (others may get less), or None where a model's own state_dict is as good.
 
     adapter_only: without the frozen base, where the engine can leave it out. All ranks call it.
@@ -123,7 +123,7 @@ def whole_state(trainer: Any, adapter_only: bool) -> dict[str, Tensor] | None:
     return state
 
 
-def save_merged(trainer: Any, folder: str) -> None:
+def save_merged(trainer: TrainerInterface, folder: str) -> None:
     """The trained adapter merged into its base and saved as a plain model; raises as `check_mergeable`. All ranks."""
     policy = forward.unwrapped(trainer.model)
     check_mergeable(policy)
@@ -225,7 +225,7 @@ def adapter_folder(policy: peft.PeftModel, folder: str | Path) -> Path:
 # ---- the proof
 
 
-def check_folder(trainer: Any, folder: str | Path, merged: bool) -> None:
+def check_folder(trainer: TrainerInterface, folder: str | Path, merged: bool) -> None:
     """`from_pretrained` puts an adapter on top of a whole model in the same folder, which must then be its base.
 
     merged: an adapter is saved as part of a whole model. Raises InputError where the two would not belong together.
@@ -307,7 +307,7 @@ def unsaved(expected: Mapping[str, Weight], saved: Mapping[str, Weight]) -> Iter
             yield name
 
 
-def in_hub_format(inner: Any, named: Mapping[str, Tensor]) -> dict[str, Weight]:
+def in_hub_format(inner: object, named: Mapping[str, Tensor]) -> dict[str, Weight]:
     """Return weights by the names of the hub's format, in which each expert has tensors of its own, for example.
 
     One layer is converted at a time: on CPU, or without values where an engine has cut it.

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from math import ceil
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,13 +17,12 @@ from ..errors import InputError
 from ..generation import rollout
 from ..scoring import forward, neftune
 from ..scoring.head import TileFunction
-from .interface import TrainerInterface
+from .config import PostTrainConfig
+from .interface import Batch, TrainerInterface
 from .router import balancing_loss
 
-Batch = TypeVar("Batch", bound=MicroBatch)
 
-
-def as_written(args: Any) -> AbstractContextManager[Any]:
+def as_written(args: PostTrainConfig) -> AbstractContextManager[Any]:
     """Inside, compiled layers run as they are written: in generation every token is another shape, and a check in
     float32 another dtype."""
     return torch.compiler.set_stance("force_eager") if args.torch_compile else nullcontext()

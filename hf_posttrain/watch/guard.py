@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..batching.micro_batch import MicroBatch
 from ..scoring.head import check_promises
@@ -58,7 +58,9 @@ class Guard(TrainerCallback):
 
     # ---- events
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Begin anew, or with the logs of the checkpoint that training resumes from."""
         self._begin(state.log_history)
 
@@ -69,7 +71,9 @@ class Guard(TrainerCallback):
         if len(self.pending) >= KEPT:
             self._read_losses()
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
+    ) -> None:
         """Look at the losses since the last log and, on the first rank, for symptoms that were not told of yet."""
         if "loss" not in logs:
             return
@@ -80,7 +84,7 @@ class Guard(TrainerCallback):
             found |= symptoms.look(self.history, self.trainer.method.symptoms, loss_types, self.warned)
         self._act(found, state, control)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """No checkpoint of broken weights, where these end the run: look before one that no log precedes."""
         # before an evaluation too: with save_strategy best, Trainer may save right after it
         saves = control.should_save or control.should_evaluate
@@ -89,7 +93,9 @@ class Guard(TrainerCallback):
 
     on_epoch_end = on_step_end
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Look at what no log came after."""
         self._act(self._nonfinite(), state, control)
 

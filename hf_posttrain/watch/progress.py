@@ -18,7 +18,14 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
-from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+from transformers import (
+    PrinterCallback,
+    ProgressCallback,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.trainer_utils import has_length
 
 logger = logging.getLogger(__name__)
@@ -56,7 +63,7 @@ def results(logs: Mapping[str, Any], keys: Mapping[str, str]) -> str:
     return "  ".join(shown)
 
 
-def _number(value: Any) -> str:
+def _number(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
@@ -70,15 +77,21 @@ class Lines(PrinterCallback):
         self.key_metrics = key_metrics
         self.begun: tuple[float, int] | None = None  # while training: the time and step at which it began
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Start the clock; a resumed run begins in the middle."""
         self.begun = time.monotonic(), state.global_step
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """What is evaluated afterwards is the caller's to show."""
         self.begun = None
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
+    ) -> None:
         """One line."""
         if self.begun is not None and state.is_world_process_zero:
             tqdm.write(self.line(logs, state))
@@ -108,24 +121,37 @@ class Bar(ProgressCallback):
         super().__init__()
         self.lines = Lines(key_metrics)
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """A bar from the step at which training begins."""
         self.lines.on_train_begin(args, state, control)
         self.current_step = state.global_step
         if state.is_world_process_zero:
             self.training_bar = _make_bar(state.max_steps, _BAR, initial=state.global_step)
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
+    ) -> None:
         """A line, above the bar."""
         self.lines.on_log(args, state, control, logs)
 
-    def on_prediction_step(self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **kw: Any) -> None:
+    def on_prediction_step(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        eval_dataloader: Any = None,
+        **kw: Any,
+    ) -> None:
         """A short bar of its own, gone when the evaluation is."""
         if self.prediction_bar is None and state.is_world_process_zero and has_length(eval_dataloader):
             self.prediction_bar = _make_bar(len(eval_dataloader), _EVALUATION, leave=False)
         super().on_prediction_step(args, state, control, eval_dataloader, **kw)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Leave the bar as it is now."""
         self.on_evaluate(args, state, control)  # takes away a bar that an error has left
         super().on_train_end(args, state, control, **kwargs)
@@ -204,7 +230,7 @@ def peak_memory(device: torch.device) -> int:
 class LogLastStep(TrainerCallback):
     """With logging_strategy steps the last step is logged too, so that a short run has a loss to show."""
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """After HF's own callback has decided about this step."""
         if state.global_step >= state.max_steps and args.logging_strategy == "steps":
             control.should_log = True

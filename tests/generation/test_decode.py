@@ -15,7 +15,7 @@ from hf_posttrain.errors import InputError
 from hf_posttrain.generation import batch_size, choose_way, rollout
 from hf_posttrain.generation.rollout import TokenSampler
 from hf_posttrain.scoring import cpu, forward
-from hf_posttrain.scoring.attention import choose_attention
+from hf_posttrain.scoring.attention_selection import choose_attention
 from hf_posttrain.scoring.forward import cache_argument
 
 PROMPTS = [[1, 2, 3], [4], [9, 8, 7, 6, 5, 4, 3, 2, 11, 12], [1, 2, 3], [20, 30]]

@@ -12,7 +12,7 @@ from hf_posttrain.losses.divergence import DIVERGENCES, log_softmax, with_tail
 from hf_posttrain.losses.preference import PAIRED, PairedOptions, Pairs
 from hf_posttrain.losses.unpaired import UNPAIRED
 from hf_posttrain.methods.rules import LABEL_SMOOTHED
-from hf_posttrain.scoring.teacher_tiles import SampledPolicyGradient
+from hf_posttrain.scoring.policy_gradient import SampledPolicyGradient
 
 
 def pairs(logps, ref_logps, lengths):

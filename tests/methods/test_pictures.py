@@ -23,7 +23,7 @@ from hf_posttrain.models.load import load_model, load_tokenizer
 from hf_posttrain.models.section import ModelSection
 from hf_posttrain.run import main
 from hf_posttrain.scoring import forward
-from hf_posttrain.scoring.attention import choose_attention, row_multiple
+from hf_posttrain.scoring.attention_selection import choose_attention, row_multiple
 from hf_posttrain.scoring.choose_layout import able
 from hf_posttrain.scoring.head import LogProb
 from hf_posttrain.scoring.layouts import Branch, Example, collate

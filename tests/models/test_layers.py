@@ -30,7 +30,7 @@ from transformers import Qwen3Config
 from hf_posttrain import SFTConfig
 from hf_posttrain.errors import InputError
 from hf_posttrain.models import layers
-from hf_posttrain.scoring import attention, forward
+from hf_posttrain.scoring import attention_selection, forward
 from hf_posttrain.scoring.head import LogProb
 from hf_posttrain.scoring.layouts import Branch, Example, collate
 from hf_posttrain.trainer import step
@@ -71,7 +71,7 @@ def model_of(lora, checkpointed):
     model = tiny_model()
     model = peft.get_peft_model(model, LORA) if lora else model
     forward.enable_scoring(model)
-    attention.choose_attention(forward.causal_lm(model), torch.device("cpu"))
+    attention_selection.choose_attention(forward.causal_lm(model), torch.device("cpu"))
     if checkpointed:
         model.enable_input_require_grads()
         model.gradient_checkpointing_enable()
@@ -109,7 +109,7 @@ def test_layers_that_checkpointing_keeps_from_being_compiled_are_told(bf16, kern
     monkeypatch.setattr(layers, "has_varlen_kernel", lambda _: kernel)
     given = {"torch_compile": True, "activation_checkpointing": True, "bf16": bf16, "fp16": False, "device": None}
     model = tiny_model()
-    attention.choose_attention(model, torch.device("cpu"))
+    attention_selection.choose_attention(model, torch.device("cpu"))
     layers.warn_if_not_compiled(model, SimpleNamespace(**given | options))
     assert ("torch_compile does nothing here" in caplog.text) == said
 
@@ -123,7 +123,7 @@ def test_kinds_of_layers_two_models_and_evaluation_are_all_compiled(raised, grap
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True, recompile_limit=8):
         for model in models:
             forward.enable_scoring(model)
-            attention.choose_attention(model, torch.device("cpu"))
+            attention_selection.choose_attention(model, torch.device("cpu"))
             layers.speed_up(model, asked(graphs.backend))
         with nullcontext() if raised else pytest.raises(FailOnRecompileLimitHit):
             for batch in batches(6):

@@ -398,7 +398,7 @@ def test_rollouts_of_a_server_that_has_started_again_are_sampled_anew(tmp_path):
 
 
 def test_a_policy_gradient_ahead_weighs_tokens_by_how_much_likelier_they_are_now():
-    from hf_posttrain.scoring.teacher_tiles import importance
+    from hf_posttrain.scoring.policy_gradient import importance
 
     student, sampler = torch.tensor([-1.0, -1.0, -1.0, -1.0]), torch.tensor([-1.0, -0.5, -3.0, float("nan")])
     torch.testing.assert_close(importance(student, sampler), torch.tensor([1.0, 0.6065307, 2.0, 1.0]))

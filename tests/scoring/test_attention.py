@@ -15,7 +15,7 @@ from torch.nn.attention import flex_attention
 from training_for_tests import quick, token_rows, trainer_for
 
 from hf_posttrain.errors import InputError
-from hf_posttrain.scoring import attention, choose_layout, forward
+from hf_posttrain.scoring import attention, attention_masks, attention_selection, choose_layout, forward
 from hf_posttrain.scoring import flex as flex_blocks
 from hf_posttrain.scoring import varlen as varlen_kernel
 from hf_posttrain.scoring.head import LogProb
@@ -102,7 +102,7 @@ def test_the_pieces_of_a_row_are_the_rule(window, multiple):
         found[begin : begin + queries, gathered[start : start + keys]] = mask
         begin, start = begin + queries, start + keys
     real = batch["document"][0] >= 0
-    assert torch.equal(found[real], attention.allowed(batch, window)[0][real])
+    assert torch.equal(found[real], attention_masks.allowed(batch, window)[0][real])
 
 
 @pytest.mark.parametrize("layout", ["shared", "packed"])
@@ -112,8 +112,8 @@ def test_attention_in_pieces_is_that_of_the_dense_mask(name, layout, varlen, mon
     model = tiny_model(name)
     forward.enable_scoring(model)
     expected = with_mask(model, EXAMPLES, layout)
-    attention.choose_attention(model, CPU)
-    batch = collate(EXAMPLES, layout, row_multiple=attention.row_multiple([model]))
+    attention_selection.choose_attention(model, CPU)
+    batch = collate(EXAMPLES, layout, row_multiple=attention_selection.row_multiple([model]))
     assert batch["input_ids"].shape[0] == 1
     assert_equal(scored(model, batch), expected)
     assert varlen["varlen"] == model.config.num_hidden_layers
@@ -126,7 +126,7 @@ def test_one_plain_document_needs_no_gathering(varlen):
     model = tiny_model()
     forward.enable_scoring(model)
     expected = with_mask(model, EXAMPLES[3:4], "shared")
-    attention.choose_attention(model, CPU)
+    attention_selection.choose_attention(model, CPU)
     batch = collate(EXAMPLES[3:4], "shared", row_multiple=1)
     assert batch["segments"]["gathered"] is None
     assert_equal(scored(model, batch), expected)
@@ -137,8 +137,8 @@ def test_a_row_that_was_not_cut_is_attended_with_its_mask():
     model = tiny_model()
     forward.enable_scoring(model)
     expected = with_mask(model, EXAMPLES, "shared")
-    attention.choose_attention(model, CPU)
-    assert attention.row_multiple([model, tiny_model("gemma2")]) is None
+    attention_selection.choose_attention(model, CPU)
+    assert attention_selection.row_multiple([model, tiny_model("gemma2")]) is None
     assert_equal(with_mask(model, EXAMPLES, "shared"), expected)
 
 
@@ -146,7 +146,7 @@ def test_dropout_of_attention_is_kept(varlen):
     """The varlen kernel has none: the pieces go through sdpa."""
     model = tiny_model(attention_dropout=0.5)
     forward.enable_scoring(model)
-    attention.choose_attention(model, CPU)
+    attention_selection.choose_attention(model, CPU)
     batch = collate(EXAMPLES, "shared", row_multiple=1)
     first, second = (scored(model.train(), batch)[0] for _ in range(2))
     assert not torch.equal(first, second)
@@ -156,12 +156,12 @@ def test_dropout_of_attention_is_kept(varlen):
 def test_a_model_that_does_not_pass_the_pieces_on_gets_a_mask(caplog):
     model = tiny_model()
     forward.enable_scoring(model)
-    attention.choose_attention(model, CPU)
+    attention_selection.choose_attention(model, CPU)
     drop_pieces(model)
     with caplog.at_level(logging.INFO):
         assert choose_layout.trusted_layout([model], "shared", explicit=True) == "shared"
     assert "its attention gets a mask" in caplog.text
-    assert attention.row_multiple([model]) is None
+    assert attention_selection.row_multiple([model]) is None
     fresh = tiny_model()
     forward.enable_scoring(fresh)
     assert_equal(with_mask(model, EXAMPLES, "shared"), with_mask(fresh, EXAMPLES, "shared"))
@@ -172,7 +172,7 @@ def test_what_is_undone_is_what_the_model_had(flex):
     model = tiny_model("gemma2")
     forward.enable_scoring(model)
     expected = with_mask(model, EXAMPLES, "shared")
-    attention.choose_attention(model, GPU)
+    attention_selection.choose_attention(model, GPU)
     own = type(model.model.layers[0].self_attn).forward
     for layer in model.model.layers:  # one that never gives the blocks to its attention
 
@@ -184,7 +184,7 @@ def test_what_is_undone_is_what_the_model_had(flex):
     assert choose_layout.trusted_layout([model], "shared", explicit=True) == "shared"
     assert model.config._attn_implementation == "eager"
     assert_equal(with_mask(model, EXAMPLES, "shared"), expected)
-    assert not attention.undo_choice(model)
+    assert not attention_selection.undo_choice(model)
 
 
 def test_a_kernel_that_is_wrong_in_half_precision_is_found(monkeypatch, varlen):
@@ -194,7 +194,7 @@ def test_a_kernel_that_is_wrong_in_half_precision_is_found(monkeypatch, varlen):
     for wrong in (False, True):
         model = tiny_model("qwen3").to(torch.bfloat16)
         forward.enable_scoring(model)
-        attention.choose_attention(model, CPU)
+        attention_selection.choose_attention(model, CPU)
         if wrong:
             monkeypatch.setattr(attention, "varlen_attn", lambda q, *_, **__: 30 * torch.ones_like(q))
         assert choose_layout.trusted_layout([model], "shared", explicit=True) == "shared"
@@ -211,7 +211,7 @@ def test_the_varlen_kernel_is_that_of_ampere_and_later(device, capability, has, 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     varlen_kernel._has_varlen_kernel.cache_clear()
-    assert attention.has_varlen_kernel(torch.device(device)) == has
+    assert attention_selection.has_varlen_kernel(torch.device(device)) == has
     varlen_kernel._has_varlen_kernel.cache_clear()
 
 
@@ -245,7 +245,8 @@ def test_states_that_a_norm_left_in_float32_are_attended_in_the_dtype_of_the_val
     states = [torch.ones(shape, dtype=dtype) for dtype in (torch.float32, torch.float32, torch.bfloat16)]
     with torch.autocast("cpu", torch.bfloat16):
         if kind == "blocks":
-            mask = flex_blocks.block_mask(batch, None, lambda window, i, j: attention._sees(batch, window, 0, i, j))
+            rule = lambda window, i, j: attention_masks.attends(batch, window, 0, i, j)  # noqa: E731
+            mask = flex_blocks.block_mask(batch, None, rule)
             found, _ = flex_blocks.attend_by_block(None, *states, mask)
         else:
             found, _ = attention.attend_by_segment(None, *states, None, batch["segments"])
@@ -278,7 +279,7 @@ def test_what_our_attention_does_not_compute_is_not_left_out(more, flex):
 def test_dropout_is_not_left_out_by_blocks(flex):
     model = tiny_model("qwen3", attention_dropout=0.1)
     model.config._attn_implementation = "flex_attention"
-    attention.choose_attention(model, GPU)
+    attention_selection.choose_attention(model, GPU)
     forward.enable_scoring(model)
     with pytest.raises(InputError, match=r"flex_attention has no dropout, the model's is 0.1"):
         scored(model.train(), collate(EXAMPLES, "shared", row_multiple=256))
@@ -291,7 +292,7 @@ def test_rows_of_no_whole_blocks_get_a_mask(flex):
     forward.enable_scoring(model)
     expected = with_mask(model, EXAMPLES, "packed")
     model.config._attn_implementation = "flex_attention"
-    attention.choose_attention(model, GPU)
+    attention_selection.choose_attention(model, GPU)
     assert_equal(with_mask(model, EXAMPLES, "packed"), expected)
 
 
@@ -307,7 +308,7 @@ def test_a_window_that_a_layer_does_not_tell_its_attention_is_found():
     model = tiny_model("mistral")
     forward.enable_scoring(model)
     expected = with_mask(model, EXAMPLES, "shared")
-    attention.choose_attention(model, CPU)
+    attention_selection.choose_attention(model, CPU)
     for layer in model.model.layers:
         layer.self_attn.config = type("Config", (), {**vars(model.config), "sliding_window": None})()
         layer.self_attn.config._attn_implementation = attention.BY_SEGMENT
@@ -332,16 +333,16 @@ def keep_cudnn():
     ("name", "asked", "changes", "on_cpu", "on_gpu"),
     [("qwen3", "sdpa", {}, attention.BY_SEGMENT, attention.BY_SEGMENT),
      ("qwen3", "eager", {}, "eager", "eager"),
-     ("qwen3", "flex_attention", {}, attention.BY_BLOCK, attention.BY_BLOCK),
+     ("qwen3", "flex_attention", {}, attention_masks.BY_BLOCK, attention_masks.BY_BLOCK),
      ("qwen3", "flash_attention_2", {}, "flash_attention_2", "flash_attention_2"),
-     ("gemma2", "eager", {}, "eager", attention.BY_BLOCK),
+     ("gemma2", "eager", {}, "eager", attention_masks.BY_BLOCK),
      ("gemma2", "eager", {"attention_dropout": 0.1}, "eager", "eager"),
      ("gemma2", "eager", {"attn_logit_softcapping": None}, "eager", "eager")],
 )  # fmt: skip
 def test_the_quickest_attention_is_chosen_by_device_and_model(name, asked, changes, on_cpu, on_gpu):
     model = tiny_model(name, **changes)
     model.config._attn_implementation = asked
-    assert [attention.quickest(model, device)[0] for device in (CPU, GPU)] == [on_cpu, on_gpu]
+    assert [attention_selection.quickest(model, device)[0] for device in (CPU, GPU)] == [on_cpu, on_gpu]
 
 
 @pytest.mark.parametrize("asked", [None, "1"])
@@ -352,9 +353,9 @@ def test_cudnn_is_off_on_a_gpu_unless_asked_for(asked, keep_cudnn, monkeypatch, 
         monkeypatch.setenv("TORCH_CUDNN_SDPA_ENABLED", asked)
     torch.backends.cuda.enable_cudnn_sdp(True)
     model, other = tiny_model(), tiny_model()
-    monkeypatch.setattr(attention, "has_varlen_kernel", lambda _: True)
+    monkeypatch.setattr(attention_selection, "has_varlen_kernel", lambda _: True)
     with caplog.at_level(logging.INFO):
-        attention.choose_attention(model, GPU)
+        attention_selection.choose_attention(model, GPU)
     assert torch.backends.cuda.cudnn_sdp_enabled() == bool(asked)
     [line] = [line for line in caplog.messages if "attention" in line]
     assert line.endswith("Qwen3ForCausalLM: sdpa_by_segment (each piece of a row alone, in one varlen call)")
@@ -365,7 +366,7 @@ def test_cudnn_is_off_on_a_gpu_unless_asked_for(asked, keep_cudnn, monkeypatch, 
 def test_a_trainer_switches_cudnn_off_on_a_gpu(layout, keep_cudnn, monkeypatch, tmp_path):
     given = []
     monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", given.append)
-    choose, avoid = attention.choose_attention, attention.avoid_cudnn
+    choose, avoid = attention_selection.choose_attention, attention_selection.avoid_cudnn
     monkeypatch.setattr("hf_posttrain.models.policy.choose_attention", lambda model, _: choose(model, GPU))
     monkeypatch.setattr("hf_posttrain.models.policy.avoid_cudnn", lambda _: avoid(GPU))
     trainer_for("sft", tiny_model(), token_rows("sft"), tmp_path, layout=layout)
@@ -395,9 +396,9 @@ def flex(monkeypatch):
 def test_blocks_that_are_left_out_have_no_pair_that_is_seen(window):
     examples = pairs((90, 60, 70), (1, 200, 30), (3, 20, 30, 300), (150, 10), (10, 200, 190))
     batch = collate(examples, "shared", row_multiple=flex_blocks.BLOCK)
-    rule = lambda window, i, j: attention._sees(batch, window, 0, i, j)  # noqa: E731
+    rule = lambda window, i, j: attention_masks.attends(batch, window, 0, i, j)  # noqa: E731
     mask, length = flex_blocks.block_mask(batch, window, rule), batch["input_ids"].shape[1]
-    allowed = attention.allowed(batch, window)[0]
+    allowed = attention_masks.allowed(batch, window)[0]
     place = torch.arange(length)
     assert torch.equal(mask.mask_mod(0, 0, place[:, None], place), allowed)
     blocks = allowed.view(length // 128, 128, length // 128, 128).sum((1, 3)) > 0
@@ -408,7 +409,7 @@ def test_blocks_that_are_left_out_have_no_pair_that_is_seen(window):
 
 def test_blocks_behind_the_window_are_left_out():
     batch = collate(pairs((2, 1000)), "shared", row_multiple=flex_blocks.BLOCK)
-    rule = lambda window, i, j: attention._sees(batch, window, 0, i, j)  # noqa: E731
+    rule = lambda window, i, j: attention_masks.attends(batch, window, 0, i, j)  # noqa: E731
     kept = [flex_blocks.block_mask(batch, window, rule).to_dense().sum() for window in (None, 40, 200)]
     assert kept == [8 * 9 / 2, 8 + 7, 8 + 7 + 6]
 
@@ -420,9 +421,9 @@ def test_flex_attention_of_one_row_is_that_of_the_dense_mask(name, flex):
     forward.enable_scoring(model)
     expected = with_mask(model, EXAMPLES, "shared")
     model.config._attn_implementation = "eager" if name == "gemma2" else "flex_attention"
-    attention.choose_attention(model, GPU)
-    assert model.config._attn_implementation == attention.BY_BLOCK
-    batch = collate(EXAMPLES, "shared", row_multiple=attention.row_multiple([model]))
+    attention_selection.choose_attention(model, GPU)
+    assert model.config._attn_implementation == attention_masks.BY_BLOCK
+    batch = collate(EXAMPLES, "shared", row_multiple=attention_selection.row_multiple([model]))
     assert batch["input_ids"].shape[1] % flex_blocks.BLOCK == 0
     assert_equal(scored(model, batch), expected)
     assert flex["graphs"]
@@ -444,7 +445,7 @@ def test_flex_attention_is_compiled_for_all_shapes_at_once(name, flex):
     """With and without gradient and in recomputation: dynamo's limit is 8, beyond which it is not compiled at all."""
     model = tiny_model(name)
     model.config._attn_implementation = "flex_attention"
-    attention.choose_attention(model, GPU)
+    attention_selection.choose_attention(model, GPU)
     forward.enable_scoring(model)
     model.gradient_checkpointing_enable()
     lengths = set()
@@ -495,9 +496,9 @@ def test_flashattention_gets_the_bounds_of_documents(name, flash):
     forward.enable_scoring(model)
     expected = with_mask(model, EXAMPLES, "packed")
     model.config._attn_implementation = "flash_attention_2"
-    attention.choose_attention(model, GPU)
+    attention_selection.choose_attention(model, GPU)
     assert choose_layout.able([model])[0] == ["packed", "padded"]
-    batch = collate(EXAMPLES, "packed", row_multiple=attention.row_multiple([model]))
+    batch = collate(EXAMPLES, "packed", row_multiple=attention_selection.row_multiple([model]))
     with HostReads() as reads:
         found = scored(model, batch)
     assert_equal(found, expected)

@@ -12,8 +12,8 @@ from hf_posttrain.scoring import teacher_tiles as distill
 from hf_posttrain.scoring.adapted_head import score_tokens_through
 from hf_posttrain.scoring.forward import LMHead
 from hf_posttrain.scoring.head import LogitTransform, LogProb
+from hf_posttrain.scoring.policy_gradient import SampledPolicyGradient
 from hf_posttrain.scoring.teacher_tiles import (
-    SampledPolicyGradient,
     beside_cross_entropy,
     dense,
     differentiated,

@@ -16,7 +16,7 @@ from hf_posttrain.errors import InputError
 from hf_posttrain.generation import rollout
 from hf_posttrain.methods import METHODS
 from hf_posttrain.scoring import forward
-from hf_posttrain.scoring.attention import choose_attention, row_multiple
+from hf_posttrain.scoring.attention_selection import choose_attention, row_multiple
 from hf_posttrain.scoring.choose_layout import able, choose_layout, trusted_layout
 from hf_posttrain.scoring.head import LogProb
 from hf_posttrain.scoring.layouts import Branch, Example, collate

@@ -11,6 +11,7 @@ from hf_posttrain.scoring import head as H
 from hf_posttrain.scoring import teacher_tiles as distill
 from hf_posttrain.scoring.forward import LMHead
 from hf_posttrain.scoring.head import LogProb
+from hf_posttrain.scoring.policy_gradient import SampledPolicyGradient
 from hf_posttrain.scoring.top_tokens import TopTokens, residual, top_k
 from hf_posttrain.teachers.eos import MergedEOS
 from hf_posttrain.teachers.local import TeacherStates
@@ -103,7 +104,7 @@ def test_the_policy_gradient_has_the_expectation_of_the_merged_reverse_kl(temper
         tile, buffer = stop.wrap(LogProb(stop.merge_ids(tokens), temperature)), torch.empty_like(theirs)
         teacher = tile(theirs.clone(), slice(0, N), False, buffer)
         torch.testing.assert_close(teacher.value, p.gather(-1, outcome_of(tokens)[:, None])[:, 0])
-        tile = distill.SampledPolicyGradient(stop.merge_ids(tokens), teacher.value, temperature, V)
+        tile = SampledPolicyGradient(stop.merge_ids(tokens), teacher.value, temperature, V)
         values, _ = H.score_tokens(H.LinearHead(weight, None), hidden, stop.wrap(tile))
         total += torch.autograd.grad((values * logps[:, token].exp()).sum(), weight)[0]
     kl = DIVERGENCES["reverse_kl"](merged_logps(hidden @ weight.T, temperature), p)

@@ -16,7 +16,7 @@ from training_for_tests import METHODS, fix_rollouts, second_model, token_rows, 
 from vllm_for_tests import Serving
 
 from hf_posttrain import SFTConfig
-from hf_posttrain.scoring import attention, forward
+from hf_posttrain.scoring import attention, attention_selection, forward
 from hf_posttrain.trainer.loss_units import Meter
 
 META = torch.device("meta")
@@ -33,7 +33,7 @@ def on_meta(trainer, dtype):
         causal = forward.causal_lm(model)
         if trainer.data_collator.layout != "padded":
             causal.set_attn_implementation("sdpa")
-            attention.choose_attention(causal, torch.device("cuda"))
+            attention_selection.choose_attention(causal, torch.device("cuda"))
     trainer.model_wrapped, trainer.scoring_checked = trainer.model, True
     trainer.args.__dict__["_setup_devices"] = META
     trainer.accelerator.state.device = META

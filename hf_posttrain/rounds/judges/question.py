@@ -3,9 +3,12 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ...generation.exact_match import right_answer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,9 @@ def question_of(row: Mapping[str, Any], answers: Sequence[Sequence[int]], tokeni
     return Question(prompt, texts, _reference(row, tokenizer), more, row["prompt_ids"], answers, stopped)
 
 
-def answer_row(row: Mapping[str, Any], ids: list[int], tokenizer: Any, ends: list[int]) -> dict[str, Any]:
+def answer_row(
+    row: Mapping[str, Any], ids: list[int], tokenizer: "PreTrainedTokenizerBase", ends: list[int]
+) -> dict[str, Any]:
     """An answer to a prepared row as files have it: texts with the template's special tokens, without the one that ends
     the answer, which are rows to train on; and what a judge wants to know, which reads them as `asked` and `answered`
     where that is another text."""
@@ -72,7 +77,7 @@ def answer_row(row: Mapping[str, Any], ids: list[int], tokenizer: Any, ends: lis
     return made | ({} if reference is None else {"reference": reference})
 
 
-def _asked(row: Mapping[str, Any], tokenizer: Any) -> tuple[Any, dict[str, Any]]:
+def _asked(row: Mapping[str, Any], tokenizer: "PreTrainedTokenizerBase") -> tuple[Any, dict[str, Any]]:
     """The prompt of a prepared row as its file had it, a text or messages, and arguments of the template; of rows of
     ids, their text."""
     asked = json.loads(row["asked"]) if row.get("asked") else {"prompt": None}
