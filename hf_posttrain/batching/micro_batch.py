@@ -91,7 +91,7 @@ class MicroBatch(ModelOutput):
         for name, value in dict(*changes, **more).items():
             self[name] = value
 
-    def to(self, device: Any, non_blocking: bool = False) -> Self:
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
         """Return a copy on `device`. Unlike Trainer's own transfer it casts nothing, so that counts stay exact."""
         moved = {field.name: getattr(self, field.name) for field in fields(self)}
         return type(self)(**send_to_device(moved, device, non_blocking=non_blocking))

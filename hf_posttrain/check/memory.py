@@ -30,6 +30,7 @@ from ..scoring.choose_layout import able
 from ..scoring.head import BYTES_PER_LOGIT, META_MEMORY, kept_logits, tile_rows
 from ..scoring.layouts import collate
 from ..teachers.options import precomputes
+from ..trainer.base import PostTrainer
 from ..trainer.config import PostTrainConfig
 from ..trainer.option_group import OptionKind
 from ..watch.symptoms import listed
@@ -299,7 +300,7 @@ class Run:
 def estimate(
     recipe: Recipe,
     config: PostTrainConfig,
-    trainer_class: Any,
+    trainer_class: type[PostTrainer],
     rows: dict,
     engine: Engine | None = None,
     gib: float | None = None,

@@ -15,6 +15,7 @@ from ..scoring import layouts
 from ..scoring.attention_selection import row_multiple
 from ..scoring.choose_layout import able
 from ..scoring.layouts import Branch, Example
+from ..trainer.base import PostTrainer
 from ..trainer.config import PostTrainConfig
 
 MICRO_BATCHES = 50  # how many are laid out to measure padding and tokens
@@ -110,7 +111,7 @@ def _described(config: PostTrainConfig, prompts: int, steps: int) -> str:
     return f"{count} rounds of {about}{round(steps / count)} steps{fewer} over {prompts} prompts: {each}"
 
 
-def planned_examples(rows: list[dict], trainer_class: Any, config: Any) -> list[Example]:
+def planned_examples(rows: list[dict], trainer_class: type[PostTrainer], config: Any) -> list[Example]:
     """The examples of prepared rows; rollouts that are yet to be sampled have full length."""
     if rounds := getattr(config, "rounds", None):
         rows = [made for row in rows for made in planned_rows(row, trainer_class.method, rounds)]

@@ -14,6 +14,7 @@ from peft import PeftConfig
 from transformers import PreTrainedTokenizerBase
 
 from ..batching.micro_batch import MicroBatch
+from ..data.dataset_type import AnyDataset
 from ..data.lengths import longest, tokens_of
 from ..losses.divergence import reverse_kl
 from ..methods import METHODS, config_class
@@ -93,7 +94,7 @@ class Probe:
             yield f"rollouts are {away} from what the student would sample: {remedy}"
 
 
-def probe(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, peft_config: PeftConfig, rows: Any) -> Probe:
+def probe(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, peft_config: PeftConfig, rows: AnyDataset) -> Probe:
     """One step on the longest rows of `rows` (prepared; of a stream its first ones). Every rank calls it. Raises what
     training would, OutOfMemoryError too."""
     method = METHODS[recipe.method]

@@ -2,13 +2,13 @@
 
 import copy
 import logging
-from typing import Any
 
 import datasets
 from accelerate.utils import broadcast_object_list
 
 from ..models.load import load_skeleton
 from ..recipe.sections import Recipe
+from ..trainer.base import PostTrainer
 from ..trainer.config import PostTrainConfig
 from .memory import GIB, estimate
 from .placement import Engine, engine_asked
@@ -20,7 +20,7 @@ ROOMY = 0.7  # share of a GPU that an estimate may take before it counts as full
 def spare_checkpointing(
     recipe: Recipe,
     config: PostTrainConfig,
-    trainer_class: Any,
+    trainer_class: type[PostTrainer],
     rows: dict,
     engine: Engine | None = None,
     device_memory: float | None = None,

@@ -9,7 +9,7 @@ import json
 import sys
 import textwrap
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -19,6 +19,9 @@ from ..methods import METHODS
 from ..models.section import ModelSection
 from ..recipe.cli import tell
 from ..recipe.sections import Source
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 ROWS = 100  # that are looked at
 _EXAMPLES = """examples:
@@ -79,7 +82,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def described(
-    rows: list[dict], name: str, methods: Sequence[str], columns: dict, tokenizer: Any, seen: dict[str, Any]
+    rows: list[dict],
+    name: str,
+    methods: Sequence[str],
+    columns: dict,
+    tokenizer: "PreTrainedTokenizerBase | None",
+    seen: dict[str, Any],
 ) -> tuple[list, int]:
     """(lines, exit code) of the first rows of a data set, in which `columns` {ours: theirs} have our names. seen: what
     a `Plan` has of pictures."""

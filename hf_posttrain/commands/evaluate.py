@@ -28,6 +28,9 @@ from .pieces import KeptBatches
 from .results import EVALUATIONS, RESULTS, as_table, keep, results_folder
 
 if TYPE_CHECKING:
+    from .answers import Answerer
+
+if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 UNFINISHED = ".eval_answers.part"
@@ -231,7 +234,9 @@ def read_rows(given: argparse.Namespace, tokenizer: "PreTrainedTokenizerBase") -
 # ---- metrics of rows
 
 
-def evaluate_rows(answerer: Any, rows: Rows, given: argparse.Namespace, metrics: dict[str, Any]) -> dict[str, float]:
+def evaluate_rows(
+    answerer: "Answerer", rows: Rows, given: argparse.Namespace, metrics: dict[str, Any]
+) -> dict[str, float]:
     """{metric: value} of all that the rows allow."""
     found: dict[str, float] = {}
     if rows.scored:
@@ -249,7 +254,9 @@ def evaluate_rows(answerer: Any, rows: Rows, given: argparse.Namespace, metrics:
     return (judge_answers(answerer, rows, given, metrics) if rows.asked else {}) | found
 
 
-def judge_answers(answerer: Any, rows: Rows, given: argparse.Namespace, metrics: dict[str, Any]) -> dict[str, float]:
+def judge_answers(
+    answerer: "Answerer", rows: Rows, given: argparse.Namespace, metrics: dict[str, Any]
+) -> dict[str, float]:
     """{metric: value} of greedy answers to the prompts, and of how they compare with the data's answers."""
     from ..generation.exact_match import ExactMatch, first_turn
     from ..generation.rollout import until_terminal
@@ -272,7 +279,7 @@ def judge_answers(answerer: Any, rows: Rows, given: argparse.Namespace, metrics:
     return found
 
 
-def kept_answers(answerer: Any, asked: list[dict[str, Any]], given: argparse.Namespace) -> KeptBatches:
+def kept_answers(answerer: "Answerer", asked: list[dict[str, Any]], given: argparse.Namespace) -> KeptBatches:
     """Where greedy answers are kept until the command has ended: in the folder of its results, if there is one."""
     if (folder := results_folder(given)) is None:
         return KeptBatches(None, {})

@@ -5,9 +5,12 @@ import importlib.util
 import logging
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError, nearest, shown
+
+if TYPE_CHECKING:
+    from .answers import Answerer
 
 
 def load_metric(name: str) -> Any:
@@ -58,7 +61,7 @@ def load_tasks(given: argparse.Namespace) -> tuple[Any, list]:
     return manager, found
 
 
-def run_tasks(answerer: Any, given: argparse.Namespace, manager: Any, tasks: list) -> list[dict[str, Any]]:
+def run_tasks(answerer: "Answerer", given: argparse.Namespace, manager: Any, tasks: list) -> list[dict[str, Any]]:
     """An evaluation for each task, and group with numbers of its own. Raises InputError for what lm-eval refuses."""
     import lm_eval
     from lm_eval.models.huggingface import HFLM

@@ -7,7 +7,7 @@ kind of rows is made from.
 import json
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import InputError, error_context, named, shown
 from . import chat
@@ -15,6 +15,10 @@ from .images import MARK
 from .kinds import OPTIONAL, Reader
 from .messages import Messages, check_unicode, clean_messages
 from .template import switch_problem
+
+if TYPE_CHECKING:
+
+    from .dataset_type import AnyDataset
 
 _OTHER_NAMES = {"kto_tag": "label", "conversations": "messages", "assistant_masks": "completion_mask"}
 """What columns are called in formats of others: what we call them."""
@@ -73,7 +77,7 @@ def our_name(column: str, columns: Collection[str]) -> str:
     return column if ours in columns else ours
 
 
-def renamed(rows: Any, names: Mapping[str, str]) -> Any:
+def renamed(rows: "AnyDataset", names: Mapping[str, str]) -> Any:
     """The rows of a data set with other names for columns, {old: new}; two may change places."""
     moved = {old: new for old, new in names.items() if old != new}
     for step in ({old: f"{new} of {old}" for old, new in moved.items()},

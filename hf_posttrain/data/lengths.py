@@ -14,6 +14,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from ..capabilities import Feature, conflict, option_features
 from ..errors import InputError, shown
+from .dataset_type import AnyDataset
 from .packing import example_lengths, lengths_of
 
 logger = logging.getLogger(__package__)
@@ -46,7 +47,7 @@ def seeded_sampler(sampler: Any, args: TrainingArguments, rows_per_step: int) ->
     return _ByLength(sampler, rows_per_step, args.seed if args.data_seed is None else args.data_seed)
 
 
-def with_lengths(rows: Any, args: TrainingArguments) -> Any:
+def with_lengths(rows: AnyDataset, args: TrainingArguments) -> Any:
     """Prepared rows with the tokens of each, where the sampler by length is asked for."""
     wanted = args.train_sampling_strategy == "group_by_length"
     if isinstance(rows, datasets.IterableDataset):
@@ -56,7 +57,7 @@ def with_lengths(rows: Any, args: TrainingArguments) -> Any:
     return rows.add_column(args.length_column_name, tokens_of(rows))
 
 
-def check_length_known(rows: Any, args: TrainingArguments, training: bool) -> None:
+def check_length_known(rows: AnyDataset, args: TrainingArguments, training: bool) -> None:
     """Raise InputError for a stream of prepared rows if an option requires all of them beforehand.
 
     training: whether these are the rows to train on.
@@ -72,7 +73,7 @@ def check_length_known(rows: Any, args: TrainingArguments, training: bool) -> No
             raise InputError(conflict(feature, Feature.STREAM))
 
 
-def check_fills_step(rows: Any, args: TrainingArguments) -> None:
+def check_fills_step(rows: AnyDataset, args: TrainingArguments) -> None:
     """Raise InputError if prepared training rows do not fill a batch that must be full, or if a stream of them has
     fewer rows than an optimizer step takes.
 
@@ -101,7 +102,7 @@ def tokens_of(rows: datasets.Dataset, columns: Sequence[str] = ()) -> np.ndarray
     return np.sum([lengths_of(rows, name, of_rows=True) for name in names], axis=0)
 
 
-def largest_id(rows: Any) -> int:
+def largest_id(rows: AnyDataset) -> int:
     """The largest token id of prepared rows, or of a dict of them; -1 where it is not known, as of a stream."""
     if isinstance(rows, dict):
         return max(map(largest_id, rows.values()), default=-1)
@@ -116,7 +117,7 @@ def flat_ids(rows: datasets.Dataset) -> list[Any]:
     return [pc.list_flatten(column, recursive=True) for column in columns]
 
 
-def planned_passes(rows: Any, args: TrainingArguments, rows_per_step: int) -> float:
+def planned_passes(rows: AnyDataset, args: TrainingArguments, rows_per_step: int) -> float:
     """How often a run sees prepared rows; 0 for a stream, whose length is not known."""
     if not isinstance(rows, datasets.Dataset):
         return 0.0
@@ -130,7 +131,7 @@ def first_rows(rows: datasets.IterableDataset, count: int = STREAM_HEAD) -> data
     return datasets.Dataset.from_list(list(islice(rows, count)), features=rows.features)
 
 
-def longest(rows: Any, count: int, columns: Sequence[str] = ()) -> datasets.Dataset:
+def longest(rows: AnyDataset, count: int, columns: Sequence[str] = ()) -> datasets.Dataset:
     """The `count` prepared rows with the most tokens, in `columns` or in all, longest first; of a stream, of its first
     1000 rows."""
     if not isinstance(rows, datasets.Dataset):
@@ -147,7 +148,7 @@ def full_lengths(rows: datasets.Dataset, args: TrainingArguments) -> np.ndarray:
     return example_lengths(rows, branches)
 
 
-def warn_if_too_long(rows: Any, config: PretrainedConfig, args: TrainingArguments) -> None:
+def warn_if_too_long(rows: AnyDataset, config: PretrainedConfig, args: TrainingArguments) -> None:
     """Warn of prepared rows, not of a stream, that are longer than the positions that the model's config names."""
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if positions is None or not isinstance(rows, datasets.Dataset):
@@ -163,7 +164,7 @@ def warn_if_too_long(rows: Any, config: PretrainedConfig, args: TrainingArgument
         )  # fmt: skip
 
 
-def check_answered(rows: Any, tokenizer: PreTrainedTokenizerBase, why: str) -> None:
+def check_answered(rows: AnyDataset, tokenizer: PreTrainedTokenizerBase, why: str) -> None:
     """Raise InputError, with the reason, where prepared rows have no completion, or one that is labelled false.
 
     Of a stream its first rows are read.
@@ -178,7 +179,7 @@ def check_answered(rows: Any, tokenizer: PreTrainedTokenizerBase, why: str) -> N
         raise InputError(f"{why}, and {count} (the first prompt: {shown(asked)}): {how}")
 
 
-def warn_if_cut(rows: Any, longest: int) -> None:
+def warn_if_cut(rows: AnyDataset, longest: int) -> None:
     """Warn of completions that are trained on, and are cut at `longest` tokens. Of a stream nothing is known."""
     if not isinstance(rows, datasets.Dataset):
         return

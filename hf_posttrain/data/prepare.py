@@ -16,6 +16,7 @@ from ..errors import InputError, error_context, named, nearest
 from . import suggest
 from .as_written import AsWritten
 from .assistant_mask import ASKED
+from .dataset_type import AnyDataset
 from .encode import (
     CHAT,
     CUT,
@@ -61,7 +62,9 @@ _FIRST = 20
 _MIXED = "rows differ in kind there, and text that looks like JSON is then read as JSON"
 
 
-def prepare(dataset: Any, method: Reader, tokenizer: PreTrainedTokenizerBase, config: Any, name: str = "train") -> Any:
+def prepare(
+    dataset: AnyDataset, method: Reader, tokenizer: PreTrainedTokenizerBase, config: Any, name: str = "train"
+) -> Any:
     """Token ids for `method`: exactly method.rows.columns, and `index` (row number).
 
     Rows that have these columns with their types (lists of int32) already are returned as they are.
@@ -134,7 +137,7 @@ def _refuse_long(prepared: Any, rows: RowKind, config: Any, name: str) -> None:
         raise InputError(f"{name}: {problem}: give the rows that they were made from, or raise it")
 
 
-def _columns(dataset: Any) -> list[str]:
+def _columns(dataset: AnyDataset) -> list[str]:
     return dataset.column_names or list(next(iter(dataset), {}))
 
 
@@ -154,7 +157,7 @@ def typed_rows(rows: Sequence[Mapping[str, Any]], kind: RowKind, sees: bool = Fa
 
 
 def tokenised(
-    dataset: Any, method: Reader, tokenizer: PreTrainedTokenizerBase, config: Any, name: str = "train"
+    dataset: AnyDataset, method: Reader, tokenizer: PreTrainedTokenizerBase, config: Any, name: str = "train"
 ) -> Any:
     """The examples of a data set as `prepare` makes them, those without a target too: method.rows.columns and FACTS.
 
@@ -191,7 +194,7 @@ def tokenised(
         raise InputError(f"{name}: a text is not UTF-8 ({error})") from error
 
 
-def _opened(dataset: Any, method: Reader, config: Any) -> tuple[Any, list[str], str]:
+def _opened(dataset: AnyDataset, method: Reader, config: Any) -> tuple[Any, list[str], str]:
     """(the data set with our name for its text, its columns, its format)."""
     columns, field = _columns(dataset), getattr(config, "dataset_text_field", "text")
     ours = {column: our_name(column, columns) for column in columns}
@@ -218,7 +221,7 @@ def _opened(dataset: Any, method: Reader, config: Any) -> tuple[Any, list[str], 
     return dataset, columns, form
 
 
-def columns_read(dataset: Any, name: str, method: Reader, config: Any) -> list[str]:
+def columns_read(dataset: AnyDataset, name: str, method: Reader, config: Any) -> list[str]:
     """The columns of a data set `name` that `method` reads. Raises InputError where it can read none, or not all."""
     renamed, columns, form = _opened(dataset, method, config)
     _refuse_lost_prompt(renamed, columns, form, name)
@@ -231,7 +234,7 @@ def _of_answers(method: Reader) -> set[str]:
     return {"label"} if method.rows.sampled else set()
 
 
-def _undecoded(dataset: Any) -> Any:
+def _undecoded(dataset: AnyDataset) -> Any:
     """The data set with its pictures as files or bytes: nothing is decoded before it is looked at."""
 
     def plain(kind: Any) -> Any:
@@ -245,7 +248,7 @@ def _undecoded(dataset: Any) -> Any:
     return dataset.cast(datasets.Features(dataset.features | found)) if found else dataset
 
 
-def _refuse_pictures(dataset: Any, columns: list[str], form: str) -> None:
+def _refuse_pictures(dataset: AnyDataset, columns: list[str], form: str) -> None:
     """Raises InputError where the first rows have pictures, which are not trained on, next to their text."""
     for column in suggest.PICTURES & {*(unread(columns, form) if "_ids" not in form else ())}:
         alone, kind = dataset.select_columns([column]), (dataset.features or {}).get(column)
@@ -256,7 +259,7 @@ def _refuse_pictures(dataset: Any, columns: list[str], form: str) -> None:
             raise InputError(problem)
 
 
-def _refuse_lost_prompt(dataset: Any, columns: list[str], form: str, name: str) -> None:
+def _refuse_lost_prompt(dataset: AnyDataset, columns: list[str], form: str, name: str) -> None:
     """Raises InputError where the format has no prompt and a column that is not read says what was asked; beside a
     prompt such a column is warned of."""
     aside = unread(columns, form)
@@ -269,7 +272,11 @@ def _refuse_lost_prompt(dataset: Any, columns: list[str], form: str, name: str) 
 
 
 def notes(
-    dataset: Any, method: Reader, config: Any, tokenizer: PreTrainedTokenizerBase, facts: pd.DataFrame | None = None
+    dataset: AnyDataset,
+    method: Reader,
+    config: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    facts: pd.DataFrame | None = None,
 ) -> dict[str, int]:
     """What is given and not used, or used in another way than many expect: lines, with the level they are logged at.
     facts: FACTS of the examples, where they are known."""
@@ -321,7 +328,7 @@ def _is_plain(facts: pd.DataFrame | None, form: str) -> bool:
     return form == "text" if facts is None else not (facts.state & CHAT).any()
 
 
-def filled_by_arrow(dataset: Any) -> list[str]:
+def filled_by_arrow(dataset: AnyDataset) -> list[str]:
     """The columns in which Arrow has given all mappings the same keys, None where a row had no such key."""
     return [column for column, kind in (dataset.features or {}).items() if _holds(kind, dict)]
 

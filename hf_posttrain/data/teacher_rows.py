@@ -41,7 +41,7 @@ def teacher_plan(config: Any) -> TeacherPlan | None:
     return TeacherPlan(names, prompts, {name: _tokenizer(path) for name, path in tokenizers.items()})
 
 
-def by_name(given: Any) -> dict[str, Any]:
+def by_name(given: object) -> dict[str, Any]:
     """What is given for one teacher, under "", or for several by name; {} of None."""
     if given is None:
         return {}

@@ -79,7 +79,7 @@ def launched_with() -> Path | None:
     return Path(given) if given and Path(given).is_file() else None
 
 
-def check_deepspeed(given: Any) -> None:
+def check_deepspeed(given: object) -> None:
     """Raise InputError for a key at the top of a DeepSpeed config that resembles one of DeepSpeed's, or belongs into a
     section: DeepSpeed ignores unknown keys there, and rejects them in sections.
 

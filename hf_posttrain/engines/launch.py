@@ -38,7 +38,7 @@ class Asked(NamedTuple):
         return "FSDP2" if self.fsdp else "ZeRO-3" if self.zero == 3 else None
 
 
-def asked(args: Any, env: Mapping[str, str] | None = None) -> Asked:
+def asked(args: TrainingArguments, env: Mapping[str, str] | None = None) -> Asked:
     """What `args`, a method's Config, asks for; the launcher's environment where it says nothing of FSDP."""
     env = os.environ if env is None else env  # not bound at import: `datasets` replaces it after a map on processes
     zero = None if args.deepspeed_plugin is None else int(args.deepspeed_plugin.zero_stage)  # from either of them

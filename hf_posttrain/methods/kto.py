@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..batching.micro_batch import Deferred, MicroBatch
 from ..capabilities import Feature, conflict
+from ..data.dataset_type import AnyDataset
 from ..data.kinds import class_weights
 from ..errors import InputError
 from ..losses.unpaired import UNPAIRED
@@ -85,7 +86,7 @@ class KTOCollator(Collator):
         return batch.replace(pairs=Deferred(pairs))
 
 
-def weights_of(rows: Any, args: KTOConfig) -> tuple[float, float]:
+def weights_of(rows: AnyDataset, args: KTOConfig) -> tuple[float, float]:
     """Return the weights of desirable and undesirable rows. Raises InputError where `auto` finds labels of one kind."""
     labels = rows["label"] if "label" in (getattr(rows, "column_names", None) or ()) else None
     return class_weights(args.desirable_weight, args.undesirable_weight, labels)
@@ -139,7 +140,7 @@ class KTOTrainer(PostTrainer):
         if labelled and "auto" in (self.args.desirable_weight, self.args.undesirable_weight):
             logger.info("class weights: desirable %.3g, undesirable %.3g", *self.class_weights)
 
-    def learn_of_rows(self, rows: Any) -> None:
+    def learn_of_rows(self, rows: AnyDataset) -> None:
         """The weights of both classes."""
         self.class_weights = weights_of(rows, self.args)
 

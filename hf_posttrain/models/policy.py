@@ -11,7 +11,7 @@ import peft
 import torch
 from peft import PeftConfig
 from torch import nn
-from transformers import GenerationConfig, PreTrainedTokenizerBase, ProcessorMixin
+from transformers import GenerationConfig, PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
 
 from ..data import chat
 from ..data.images import read_by, with_pictures
@@ -129,7 +129,7 @@ def _unsavable(generation: GenerationConfig) -> str:
     return ""
 
 
-def prepare_policy(model: nn.Module, peft_config: Any, args: Any) -> nn.Module:
+def prepare_policy(model: nn.Module, peft_config: PeftConfig | None, args: Any) -> nn.Module:
     """Add a new adapter, switch dropout off, each where asked for, and let the forward take a scorer.
 
     Raises InputError for an adapter on an adapter, and for kinds of adapters that cannot be trained here.
@@ -211,7 +211,7 @@ def freeze_vision(model: nn.Module) -> None:
         weight.requires_grad_(False)
 
 
-def with_supported_checkpointing(model: nn.Module, args: Any) -> Any:
+def with_supported_checkpointing(model: nn.Module, args: TrainingArguments) -> Any:
     """The Config, or for a model that does not support activation checkpointing a copy with that switched off."""
     inner = forward.causal_lm(model)
     if not args.activation_checkpointing or getattr(inner, "supports_gradient_checkpointing", True):

@@ -23,6 +23,9 @@ from .read import refuse, train_config
 from .sections import Recipe
 
 if TYPE_CHECKING:
+    from peft import PeftConfig
+
+if TYPE_CHECKING:
     from ..trainer.config import PostTrainConfig
 
 logger = logging.getLogger(__name__)
@@ -150,7 +153,9 @@ def check_models(recipe: Recipe, config: Any = None) -> tuple[Any, Any]:
     return tokenizer, peft_config
 
 
-def server_problems(recipe: Recipe, config: "PostTrainConfig", peft_config: Any) -> Iterator[InputError]:
+def server_problems(
+    recipe: Recipe, config: "PostTrainConfig", peft_config: "PeftConfig | None"
+) -> Iterator[InputError]:
     """What is wrong with the servers that a run would ask: one that is not there, or cannot do what is needed."""
     from ..rollouts import vllm_server
     from ..rollouts.options import VLLMOptions

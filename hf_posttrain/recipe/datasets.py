@@ -12,18 +12,20 @@ import datasets
 from transformers import PreTrainedTokenizerBase
 
 from ..data.audit import DataAudit, audits
+from ..data.dataset_type import AnyDataset
 from ..data.lengths import check_fills_step, tokens_of
 from ..data.prepare import columns_read
 from ..data.sources import load
 from ..engines import launch
 from ..errors import InputError, error_context
 from ..generation.exact_match import answerable
+from ..trainer.base import PostTrainer
 from ..trainer.config import PostTrainConfig
 from .sections import Recipe
 
 
 def prepare_data(
-    recipe: Recipe, trainer_class: Any, tokenizer: PreTrainedTokenizerBase, config: PostTrainConfig
+    recipe: Recipe, trainer_class: type[PostTrainer], tokenizer: PreTrainedTokenizerBase, config: PostTrainConfig
 ) -> tuple[dict, dict]:
     """({"train": rows, "eval": rows} as the trainer takes them, the same raw). Raises InputError for the first bad file
     or row."""
@@ -54,7 +56,7 @@ def names_of(recipe: Recipe) -> dict[str, str]:
     return {f"data.{name}": _with_file(name, sources) for name, sources in recipe.data.given()}
 
 
-def summary(rows: Any) -> str:
+def summary(rows: AnyDataset) -> str:
     """Rows, tokens and the folder of the cache that has them."""
     if not isinstance(rows, datasets.Dataset):
         return "a stream, which is tokenised as it is read: nothing to cache"

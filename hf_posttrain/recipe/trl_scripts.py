@@ -119,7 +119,7 @@ class DatasetMixtureConfig:
         self.datasets = [_dataset_config(given) for given in self.datasets]
 
 
-def _dataset_config(given: Any) -> DatasetConfig:
+def _dataset_config(given: object) -> DatasetConfig:
     """Return one entry of a mixture. Raises InputError for a wrong one."""
     if isinstance(given, DatasetConfig):
         return given

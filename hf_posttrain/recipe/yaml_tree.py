@@ -77,7 +77,7 @@ def read_tree(path: Path, overrides: Iterable[str] = ()) -> tuple[Any, dict[str,
     return tree, places
 
 
-def write_tree(tree: Any) -> str:
+def write_tree(tree: object) -> str:
     """`tree` as YAML that `read_tree` (and any YAML 1.1 reader) reads back as the same."""
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
@@ -139,7 +139,7 @@ def _check_tag(node: yaml.Node, place: Callable[[int], str]) -> None:
         raise InputError(f"{place(node.start_mark.line + 1)}: the tag {tag} is not read for such a value: drop it")
 
 
-def _assign(tree: Any, names: Sequence[str], value: object, key: str = "") -> Any:
+def _assign(tree: object, names: Sequence[str], value: object, key: str = "") -> Any:
     """A copy of `tree` with `value` at the path `names`; mappings that are missing or null on the way are made."""
     if not names:
         return value

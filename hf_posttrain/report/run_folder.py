@@ -214,7 +214,7 @@ def command_line() -> str:
     return re.sub(secret, rf"\1{HIDDEN}", shlex.join(sys.argv))
 
 
-def _hide_tokens(tree: Any) -> Any:
+def _hide_tokens(tree: object) -> Any:
     """The same tree with HIDDEN for the value of every key that ends in _token, such as hub_token, where it has one."""
     if isinstance(tree, dict):
         secret = {key for key, value in tree.items() if str(key).endswith("_token") and value not in (None, "")}

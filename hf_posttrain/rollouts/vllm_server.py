@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 import psutil
 from accelerate.utils import gather_object
+from peft import PeftConfig
 
 from ..errors import InputError
 from ..generation.completions_client import Server, ServerError, as_server_error, at_once, together
@@ -177,7 +178,7 @@ def runs_as_this_user(url: str) -> bool:
 # ---- what is refused
 
 
-def check(options: Any, peft_config: Any = None, max_length: int | None = None) -> dict[str, Any]:
+def check(options: Any, peft_config: PeftConfig | None = None, max_length: int | None = None) -> dict[str, Any]:
     """What the server, if there is one, says of itself: id, root (a name or folder) and max_model_len of its model; in
     development mode also dtype, logprobs_mode, load_format and its process.
 

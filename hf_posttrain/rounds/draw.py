@@ -22,6 +22,7 @@ from ..scoring.layouts import Prompt
 from ..trainer.output_dir import write_json
 from ..watch.progress import Steps
 from .judges.question import question_of
+from .section import RoundsSection
 
 logger = logging.getLogger(__name__)
 FOLDER = "_rounds"
@@ -120,7 +121,7 @@ def draw(
     return [one for _, piece in sorted(everyone.items()) for one in piece]
 
 
-def piece_size(section: Any) -> int:
+def piece_size(section: RoundsSection) -> int:
     """Prompts of a piece."""
     return ONLINE_PIECE if section.steps else PIECE
 

@@ -28,11 +28,14 @@ from typing import Any, ClassVar
 import datasets
 import numpy as np
 import torch
+from torch import nn
+from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
 from ..batching.micro_batch import MicroBatch
 from ..capabilities import Feature, check_features, conflict
+from ..data.dataset_type import AnyDataset
 from ..data.kinds import PROMPTS
 from ..data.lengths import check_answered, tokens_of
 from ..data.prepare import prepare, prompt_key, typed_rows
@@ -126,7 +129,7 @@ class InRounds(PostTrainer):
     told = False  # that a loss cannot be taken of so few prompts
     longest = False  # are rows made of the longest answers that there may be, as a probe wants them?
 
-    def __init__(self, model: Any = None, args: Any = None, *rest: Any, **kwargs: Any):
+    def __init__(self, model: nn.Module | None = None, args: Any = None, *rest: Any, **kwargs: Any):
         section = self.section
         args = with_section(args or self.config_class(output_dir="outputs"), section)
         if kwargs.get("compute_metrics") is not None:
@@ -151,7 +154,9 @@ class InRounds(PostTrainer):
         self.callback_handler.callbacks.insert(self.callback_handler.callbacks.index(self.guard), self.round)
 
     @classmethod
-    def prepare_rows(cls, rows: Any, tokenizer: PreTrainedTokenizerBase, args: TrainingArguments, name: str) -> Any:
+    def prepare_rows(
+        cls, rows: AnyDataset, tokenizer: PreTrainedTokenizerBase, args: TrainingArguments, name: str
+    ) -> Any:
         """Prompts, with the right answers of the data where they have them. Raises InputError where the judge wants one
         that is missing."""
         made = prepare(rows, cls.reads, tokenizer, args, name)
@@ -344,7 +349,7 @@ class InRounds(PostTrainer):
 
     # ---- evaluation
 
-    def evaluate_rows(self, dataloader: Any, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, float]]:
+    def evaluate_rows(self, dataloader: DataLoader[Any], *args: Any, **kwargs: Any) -> tuple[Any, dict[str, float]]:
         """As PostTrainer has it: answers to the prompts are sampled and judged, the same draws at each evaluation."""
         synchronise(self)
         rows = dataloader.dataset

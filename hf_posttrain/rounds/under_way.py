@@ -76,7 +76,7 @@ class Round(TrainerCallback):
             else:
                 summary.unlink(missing_ok=True)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
         """Save after the last step of a round over all prompts."""
         trainer, saved = self.trainer, getattr(args.save_strategy, "value", args.save_strategy)
         ends = trainer.round_of(state.global_step) != trainer.round_of(state.global_step - 1)
@@ -96,7 +96,7 @@ class Round(TrainerCallback):
             for weight in self.trainer.model.parameters():
                 weight.grad = None
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
         """Nothing is left to be found again."""
         if not self.trainer.preemption.happened:
             self.remove_pieces()

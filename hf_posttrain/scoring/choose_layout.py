@@ -28,6 +28,7 @@ from .attention_masks import BY_BLOCK
 from .attention_selection import row_multiple, undo_choice
 from .head import LOW, LogProb, score_tokens
 from .layouts import Branch, Example, collate
+from .pictures import Pictures
 from .rotary import rope_switch
 from .states import got_pieces, stateful_layers, takes_pieces
 from .varlen import has_varlen_kernel
@@ -278,7 +279,7 @@ def some_ids(model: PreTrainedModel) -> Callable[[int], list[int]]:
     return lambda count: draw.choices(range(min(5, size // 2), min(size, 500)), k=count)
 
 
-def _check_rows(model: PreTrainedModel, max_length: int | None, pictures: Any = None) -> list[Example]:
+def _check_rows(model: PreTrainedModel, max_length: int | None, pictures: Pictures | None = None) -> list[Example]:
     """Two prompts of other lengths with two answers, a short one, one that is longer than what a layer sees, if rows
     may be that, and one with a picture, if the model sees."""
     config: Any = model.config.get_text_config()
@@ -304,7 +305,7 @@ def trusted_layout(
     explicit: bool,
     device: torch.device | str = "cpu",
     max_length: int | None = None,
-    pictures: Any = None,
+    pictures: Pictures | None = None,
     teachers: Sequence[nn.Module] = (),
 ) -> str:
     """`layout` if every model scores in it as its own forward does; otherwise `padded`, said in the log.

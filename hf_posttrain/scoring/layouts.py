@@ -28,6 +28,7 @@ from torch import Tensor
 from ..batching.micro_batch import MicroBatch
 from ..errors import InputError
 from . import attention
+from .pictures import Pictures
 
 IGNORE = -100
 """The label of a position that predicts nothing."""
@@ -197,7 +198,7 @@ def collate(
     return pictures.add_to(batch, shown)
 
 
-def _documents(examples: Sequence[Example], pictures: Any = None) -> list[Document]:
+def _documents(examples: Sequence[Example], pictures: Pictures | None = None) -> list[Document]:
     """One document an example: its prompt once, then its branches."""
     documents, owner = [], count()
     for example in examples:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 from ..capabilities import Feature, conflict
 from ..data.align import Aligner
@@ -162,7 +163,10 @@ def _local(trainer: TrainerInterface, given: Given, name: str, offload: bool) ->
 
 
 def _aligner(
-    trainer: TrainerInterface, tokenizer: Any, own_tokenizer: str | None, ends: Callable[[Any], list[int]]
+    trainer: TrainerInterface,
+    tokenizer: PreTrainedTokenizerBase | None,
+    own_tokenizer: str | None,
+    ends: Callable[[Any], list[int]],
 ) -> Aligner | None:
     """Return what aligns a teacher's tokens with the student's; None where both have one tokenizer.
 

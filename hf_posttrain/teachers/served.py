@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..batching.micro_batch import MicroBatch
 from ..data.align import Aligner
+from ..data.dataset_type import AnyDataset
 from ..data.lengths import full_lengths
 from ..errors import InputError
 from ..generation.completions_client import PLAIN, Server, ServerError, at_once, together
@@ -64,7 +65,7 @@ class ServedTeacher:
             logger.info("%s has no config.json: its vocabulary is that of the tokenizer", section.name_or_path)
         self.vocabulary = own or max(self.tokenizer.get_vocab().values()) + 1
 
-    def _check_lengths(self, rows: Any, args: PostTrainConfig) -> None:
+    def _check_lengths(self, rows: AnyDataset, args: PostTrainConfig) -> None:
         """Raises InputError where training rows may be longer than what the server scores: it wants space for a token
         behind them."""
         if isinstance(self.longest, int) and isinstance(rows, datasets.Dataset) and len(rows):

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, Self, TypeAlias
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -51,7 +52,7 @@ class TopK:
     logps: Tensor  # [N, K], at the temperature of the request
     targets: Tensor | None = None  # [N], log-probabilities of the targets; None where they were not kept
 
-    def to(self, device: Any, non_blocking: bool = False) -> Self:
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
         """Return a copy on `device`."""
         targets = None if self.targets is None else self.targets.to(device, non_blocking=non_blocking)
         ids = self.ids.to(device, non_blocking=non_blocking)
@@ -69,7 +70,7 @@ class Sampled:
 
     targets: Tensor  # [N], at the temperature of the request
 
-    def to(self, device: Any, non_blocking: bool = False) -> Self:
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
         """Return a copy on `device`."""
         return type(self)(self.targets.to(device, non_blocking=non_blocking))
 

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, set_
 
 from ..capabilities import Feature, check_features, option_features
 from ..data.as_written import from_rows
+from ..data.dataset_type import AnyDataset
 from ..data.images import hold_images, read_by
 from ..data.lengths import check_length_known, seeded_sampler, warn_if_too_long, with_lengths
 from ..data.prepare import SCORES, prepare
@@ -207,7 +208,7 @@ class PostTrainer(StepMixin, EvaluationMixin, SavingMixin, ResumeMixin, metaclas
         return made
 
     @classmethod
-    def check_rows(cls, rows: Any, tokenizer: PreTrainedTokenizerBase, args: PostTrainConfig, name: str) -> None:
+    def check_rows(cls, rows: AnyDataset, tokenizer: PreTrainedTokenizerBase, args: PostTrainConfig, name: str) -> None:
         """Raises InputError for prepared rows that lack what the options want of all of them. name: as in `prepare`."""
         check_length_known(rows, args, name.startswith("train"))
 

@@ -272,7 +272,7 @@ def obstacles(trainer: Any, checkpoint: Path) -> Iterator[str]:
         yield f"{this} was written with other settings: {'; '.join(lines[:6])}{more}. To resume, set them back, {way}"
 
 
-def _find_best(state: Any, output_dir: str, resumed: Path) -> str | None:
+def _find_best(state: TrainerState, output_dir: str, resumed: Path) -> str | None:
     """The best checkpoint of a run that is resumed: in output_dir, next to the one that is, since the folder may have
     been moved, or where it was. By its logs it is told from one that another run has left there."""
     if not state.best_global_step:

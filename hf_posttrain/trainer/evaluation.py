@@ -6,8 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
+from torch.utils.data import DataLoader
 
 from ..batching.micro_batch import MicroBatch
+from ..data.dataset_type import AnyDataset
 from ..engines import engine
 from ..engines.row_weights import weigh_rows
 from ..errors import InputError
@@ -56,7 +58,7 @@ class EvaluationMixin(TrainerInterface):
                 return mean, pad(logits, (0, 0, 0, 1)), pad(labels, (1, 0), value=IGNORE)
             return mean, losses.predictions, losses.labels
 
-    def _get_dataloader(self, dataset: Any, *args: Any, **options: Any) -> Any:
+    def _get_dataloader(self, dataset: AnyDataset, *args: Any, **options: Any) -> Any:
         """Return the dataloader of Trainer.
 
         For evaluation and `predict` the rows may be raw, and are read in order; each example is a row of the batch
@@ -85,7 +87,7 @@ class EvaluationMixin(TrainerInterface):
                 raise
             raise InputError(error.args[0]) from error
 
-    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+    def evaluation_loop(self, dataloader: DataLoader[Any], *args: Any, **kwargs: Any) -> Any:
         """HF's loop, with means over the whole set instead of means of batch means."""
         if not self.ready and engine.changes_weights(self.accelerator):
             raise InputError("FSDP2 and DeepSpeed cannot evaluate before train(): set eval_on_start: true instead")
@@ -100,7 +102,7 @@ class EvaluationMixin(TrainerInterface):
         output.metrics.update({f"{prefix}_{name}": value for name, value in metrics.items()})
         return output
 
-    def evaluate_rows(self, dataloader: Any, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, float]]:
+    def evaluate_rows(self, dataloader: DataLoader[Any], *args: Any, **kwargs: Any) -> tuple[Any, dict[str, float]]:
         """HF's output, and the exact means of losses and metrics over the rows of a loader."""
         self.meters["eval"] = Meter()
         output = super().evaluation_loop(dataloader, *args, **kwargs)

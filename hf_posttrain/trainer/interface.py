@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 
 from ..batching.micro_batch import MicroBatch
+from ..data.dataset_type import AnyDataset
 from ..models.frozen import FrozenModel
 from ..scoring.layouts import Collator, Example
 from ..watch.guard import Guard
@@ -102,7 +103,7 @@ class TrainerInterface(Trainer):
         """
         return metrics
 
-    def learn_of_rows(self, rows: Any) -> None:
+    def learn_of_rows(self, rows: AnyDataset) -> None:
         """Read from prepared training rows what a method requires before training, such as the number of each label."""
 
     # ---- what PostTrainer defines

@@ -1,6 +1,5 @@
 """The policy as a trainer makes it, of a model with weights or, for `--check`, of one without."""
 
-from typing import Any
 
 from peft import PeftConfig
 from torch import nn
@@ -10,10 +9,11 @@ from ..engines import launch, sequence
 from ..models.policy import prepare_policy
 from ..scoring import forward
 from . import saving
+from .config import PostTrainConfig
 from .router import router_coef
 
 
-def make_policy(model: nn.Module, peft_config: PeftConfig, args: Any) -> tuple[nn.Module, float]:
+def make_policy(model: nn.Module, peft_config: PeftConfig, args: PostTrainConfig) -> tuple[nn.Module, float]:
     """Return the model as it is trained, with a new adapter where `peft_config` is given, and the weight of its
     experts' load-balancing loss.
 

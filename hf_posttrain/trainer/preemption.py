@@ -55,7 +55,7 @@ class Preemption(TrainerCallback):
             os.write(2, b"\nCtrl-C: saving after this step; again to stop at once\n")  # a logger may be in use just now
         self.asked, self.interrupted = True, self.interrupted or time.monotonic()
 
-    def stops(self, state: Any, control: Any) -> bool:
+    def stops(self, state: TrainerState, control: TrainerControl) -> bool:
         """Whether any rank was asked to stop, which ends training. All ranks call it, to stop together."""
         asked = self.asked
         # the signal reaches ranks at different moments; they agree on the hosts alone, so no device is waited for

@@ -13,6 +13,7 @@ import xxhash
 from peft import PeftConfig
 from torch import nn
 
+from ..data.dataset_type import AnyDataset
 from ..data.images import versions
 from ..engines import sharded
 from ..errors import shown
@@ -100,7 +101,7 @@ def describe(trainer: Any) -> dict[str, Any]:
     return json.loads(json.dumps(found, default=score_cache.plain))
 
 
-def base_weights(model: nn.Module, peft_config: Any, method: Any) -> str:
+def base_weights(model: nn.Module, peft_config: PeftConfig | None, method: Any) -> str:
     """A hash of the weights that a checkpoint lacks: those that are frozen, or what a reference begins as. Of what
     ZeRO-3 has cut it is that of this rank's part: such a run is resumed by as many ranks."""
     all_of_them = method.second == "reference" and peft_config is None
@@ -154,7 +155,7 @@ def _with_groups(then: Mapping[str, Any], groups: Mapping[str, OptionGroup]) -> 
     return values | {key: options.described() for key, options in old.items() if options is not None}
 
 
-def describe_rows(trainer: TrainerInterface, rows: Any) -> Any:
+def describe_rows(trainer: TrainerInterface, rows: AnyDataset) -> Any:
     """How many prepared rows, and a hash of their tokens and labels; of a stream that of its first rows. None of rows
     that are raw, as those that replaced others."""
     if rows is None or isinstance(rows, dict):

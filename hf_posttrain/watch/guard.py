@@ -156,7 +156,7 @@ class Guard(TrainerCallback):
             return str(getattr(error, "strerror", None) or error).partition("\n")[0]
         return None
 
-    def _act(self, found: dict[str, str], state: Any, control: Any) -> None:
+    def _act(self, found: dict[str, str], state: TrainerState, control: TrainerControl) -> None:
         """Say what is new, and stop where that was asked for."""
         [found] = broadcast_object_list([found])
         for name, message in found.items():

@@ -96,7 +96,7 @@ class Lines(PrinterCallback):
         if self.begun is not None and state.is_world_process_zero:
             tqdm.write(self.line(logs, state))
 
-    def line(self, logs: Mapping[str, Any], state: Any) -> str:
+    def line(self, logs: Mapping[str, Any], state: TrainerState) -> str:
         """The line of a log: of training, of an evaluation, or HF's summary of the run."""
         assert self.begun is not None
         elapsed, step = time.monotonic() - self.begun[0], state.global_step
@@ -131,7 +131,12 @@ class Bar(ProgressCallback):
             self.training_bar = _make_bar(state.max_steps, _BAR, initial=state.global_step)
 
     def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
     ) -> None:
         """A line, above the bar."""
         self.lines.on_log(args, state, control, logs)

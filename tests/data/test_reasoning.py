@@ -5,6 +5,7 @@ import pytest
 from templates_for_tests import FAMILIES, family_tokenizer
 from test_train_on import prepared
 from tokenizers_for_tests import byte_tokenizer, merging_tokenizer
+from training_for_tests import every_other
 
 from hf_posttrain import SFTConfig
 from hf_posttrain.data.chat import reasoning_key
@@ -23,7 +24,7 @@ def text(family, answer, tmp_path, method="sft", **options):
     return tokenizer.decode(row["prompt_ids"] + row.get("completion_ids", []))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", every_other(FAMILIES))
 def test_kept_or_dropped_whatever_rows_call_it(family, tmp_path):
     plain = text(family, {"content": ANSWER}, tmp_path)
     for options in ({}, {"assistant_only_loss": True}):

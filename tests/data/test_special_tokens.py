@@ -17,6 +17,7 @@ import pytest
 import torch
 import transformers as tf
 from special_tokens_for_tests import ANSWER, ANSWERS, LAYOUTS, QUESTIONS, Layout, prompt_of, write_layout
+from training_for_tests import every_other
 
 from hf_posttrain import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer, run
 from hf_posttrain.commands.answers import Answerer
@@ -236,7 +237,7 @@ def write_files(layout, folder):
     return rows
 
 
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("name", every_other(TRAINED))
 def test_what_is_trained_is_what_a_server_generates(name, folder, capsys):
     layout = LAYOUTS[name]
     rows = write_files(layout, folder)

@@ -11,7 +11,7 @@ import torch
 from architectures import tiny
 from models_for_tests import tiny_model
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
-from training_for_tests import token_rows, trainer_for
+from training_for_tests import quick, token_rows, trainer_for
 from transformers import AutoModelForCausalLM
 
 from hf_posttrain.errors import InputError
@@ -138,7 +138,7 @@ def test_the_counts_of_adapters():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "float32"])
-@pytest.mark.parametrize("autocast", [True, False])
+@pytest.mark.parametrize("autocast", quick(True, among=(True, False)))
 @pytest.mark.parametrize(("checkpointing", "dropout"), [(True, 0.0), (False, 0.0), (False, 0.1)])
 def test_inputs_that_are_not_cast_give_the_same_numbers(checkpointing, dropout, autocast, dtype):
     results, casts = [], []

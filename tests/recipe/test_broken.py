@@ -149,10 +149,31 @@ def command(arguments, *options, **environment):
     return done.returncode, done.stderr.splitlines()
 
 
-def said_and_imported(lines):
-    """Lines on stderr, and the modules that -X importtime has listed among them."""
-    imports = [line for line in lines if line.startswith("import time:")]
-    return [line for line in lines if line not in imports], {line.rpartition("|")[2].strip() for line in imports}
+ONE_BY_ONE = """
+import contextlib, io, json, shlex, sys
+from hf_posttrain import run
+for arguments in json.load(sys.stdin):
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        try:
+            code = run.main(shlex.split(arguments))
+        except SystemExit as stop:
+            code = stop.code
+    print(json.dumps([code, said.getvalue().splitlines(), list(sys.modules)]), flush=True)
+"""
+"""A program that runs commands in one process, and prints code, lines on stderr and imported modules of each."""
+
+
+@pytest.fixture(scope="module")
+def before_torch(folder):
+    """{arguments: (exit code, lines on stderr, modules imported by then)} of BEFORE_TORCH, which write nothing."""
+    arguments, before = [case[0] for case in BEFORE_TORCH], sorted(folder.rglob("*"))
+    done = subprocess.run(
+        [sys.executable, "-c", ONE_BY_ONE], cwd=folder, input=json.dumps(arguments), capture_output=True, text=True,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+    )  # fmt: skip
+    assert sorted(folder.rglob("*")) == before
+    return dict(zip(arguments, map(json.loads, done.stdout.splitlines()), strict=True))
 
 
 def assert_is(said, expected, here):
@@ -169,13 +190,12 @@ def test_there_are_enough():
 
 
 @pytest.mark.parametrize(("arguments", "expected"), BEFORE_TORCH, ids=[case[0] for case in BEFORE_TORCH])
-def test_what_yaml_and_files_show_is_said_before_torch(untouched, arguments, expected):
-    code, lines = command(arguments, "-X", "importtime")
-    said, imported = said_and_imported(lines)
+def test_what_yaml_and_files_show_is_said_before_torch(folder, before_torch, arguments, expected):
+    code, lines, imported = before_torch[arguments]
     assert code == 2
-    assert_is(said, expected, untouched)
+    assert_is(lines, expected, folder)
     assert "hf_posttrain.errors" in imported  # the list is there
-    assert not {"torch", "transformers", "datasets", "pandas"} & imported
+    assert not {"torch", "transformers", "datasets", "pandas"} & {*imported}
 
 
 @pytest.mark.parametrize(("arguments", "expected"), AFTERWARDS, ids=[case[0] for case in AFTERWARDS])

@@ -11,6 +11,7 @@ import importlib
 import pkgutil
 
 import torch
+from torch import nn
 
 from hf_posttrain import scoring
 from hf_posttrain.scoring import forward
@@ -44,8 +45,13 @@ def checked_once(trusted_layout):
 
 
 def plain(model):
-    """Return whether a model is whole on CPU, without an engine around it."""
-    return model is forward.unwrapped(model) and {weight.device.type for weight in model.parameters()} == {"cpu"}
+    """Return whether a model is small and whole on CPU, without an engine around it, quantised weights or hooks."""
+    weights = [*model.parameters()]
+    known = {type(weight) for weight in weights} <= {nn.Parameter}
+    small = sum(weight.numel() for weight in weights) < 2**20
+    hooks = any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
+    on_cpu = {weight.device.type for weight in weights} == {"cpu"}
+    return model is forward.unwrapped(model) and known and small and not hooks and on_cpu
 
 
 def fingerprint(model):

@@ -3,6 +3,8 @@
 import torch
 from torch.nn.functional import logsigmoid
 
+from hf_posttrain.scoring.forward import Scores
+
 
 def token_logps(model, prompt, answer):
     """log p(. | before) at each token of the answer, [answer, V]."""
@@ -89,4 +91,4 @@ def slow_score(model, batch, tile, weights=None, router_logits=False):
     logps, targets = (torch.cat(parts) for parts in zip(*rows, strict=True))
     value = logps.gather(-1, targets[:, None])[:, 0]
     entropy, correct = -(logps.exp() * logps).sum(-1).detach(), (logps.argmax(-1) == targets).float()
-    return {"value": value, "entropy": entropy, "correct": correct}
+    return Scores(value=value, entropy=entropy, correct=correct)

@@ -50,6 +50,11 @@ def quick(*names, among):
     return [name if name in names else pytest.param(name, marks=pytest.mark.slow) for name in among]
 
 
+def every_other(among):
+    """All of them as parameters, every second one marked slow."""
+    return quick(*[*among][::2], among=among)
+
+
 def token_rows(method, count=8, seed=0):
     """Already tokenised rows of unequal lengths; some completions have a hole in their mask."""
     draw = random.Random(seed)

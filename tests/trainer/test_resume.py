@@ -16,6 +16,8 @@ VARIANTS = [(method, {}) for method in METHODS] + [
     ("opd", {"loss_type": "policy_gradient"}), ("opd", {"lmbda": 0.5, "num_generations": 2}),
     ("sft", {"neftune_noise_alpha": 5.0}), ("dpo", {"train_sampling_strategy": "group_by_length"}),
 ]  # fmt: skip
+VARIANTS = [pytest.param(*variant, marks=[] if variant[1] or variant[0] in ("sft", "opd") else pytest.mark.slow)
+            for variant in VARIANTS]  # fmt: skip
 
 
 def trainer(method, tmp_path, lora, config, architecture="qwen3"):

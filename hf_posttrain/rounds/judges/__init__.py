@@ -5,10 +5,13 @@
     server      a language model behind an OpenAI-compatible server, pairwise in both orders
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 
-def make_judge(section: Any, tokenizer: Any = None, device: Any = "cpu") -> Any:
+def make_judge(section: Any, tokenizer: Any = None, device: "torch.device | str" = "cpu") -> Any:
     """The judge that a JudgeSection names, a `question.Judge`. tokenizer: of the model whose answers are judged. Raises
     InputError where there is no such function, model or server."""
     from .functions import FunctionJudge

@@ -3,12 +3,16 @@
 import inspect
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
 from ...generation.graders import find_grader, grade
 from .question import Question
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerBase
 
 
 class FunctionJudge:
@@ -16,7 +20,9 @@ class FunctionJudge:
 
     stays = False
 
-    def __init__(self, section: Any, tokenizer: Any = None, device: Any = None):
+    def __init__(
+        self, section: Any, tokenizer: "PreTrainedTokenizerBase | None" = None, device: "torch.device | None" = None
+    ):
         self.name = section.name or section.by
         self.grader = find_grader(self.name)
 

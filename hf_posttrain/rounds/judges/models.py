@@ -45,7 +45,7 @@ class ModelJudge:
     stays = False
     """On its device between two uses, as where they follow each other."""
 
-    def __init__(self, section: Any, tokenizer: Any = None, device: Any = "cpu"):
+    def __init__(self, section: Any, tokenizer: Any = None, device: torch.device | str = "cpu"):
         self.section, self.device = section, torch.device(device)
         self.config, self.tokenizer = check_judge(section)
         with load.whole_weights():  # ZeRO-3 would cut them over ranks that ask at different times
@@ -133,7 +133,7 @@ class RewardModel(ModelJudge):
 class TeacherJudge(ModelJudge):
     """A causal LM, whose log-probability per token of an answer is its score."""
 
-    def __init__(self, section: Any, tokenizer: Any = None, device: Any = "cpu"):
+    def __init__(self, section: Any, tokenizer: Any = None, device: torch.device | str = "cpu"):
         super().__init__(section, tokenizer, device)
         self.same = tokenizer is not None and tokenizer.get_vocab() == self.tokenizer.get_vocab()
         enable_scoring(self.model)

@@ -59,7 +59,7 @@ class JudgeSection:
         return self.by if self.name is None else f"{self.by} {self.name}"
 
 
-def expand_judge(given: Any) -> Any:
+def expand_judge(given: object) -> Any:
     """`exact_match` as the mapping that it stands for; `module:name` is a function, in Python also the function itself,
     and a URL a server. Raises InputError for something to call that has no name to find it by."""
     if callable(given):

@@ -10,7 +10,7 @@ import logging
 import os
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import urllib3
@@ -19,6 +19,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from ...errors import InputError
 from ...generation.completions_client import LATE, Server, ServerError, at_once
 from .question import Question
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 QUESTION = """\
@@ -49,7 +53,9 @@ class ServerJudge:
 
     stays = False
 
-    def __init__(self, section: Any, tokenizer: Any = None, device: Any = None):
+    def __init__(
+        self, section: Any, tokenizer: "PreTrainedTokenizerBase | None" = None, device: "torch.device | None" = None
+    ):
         self.section, self.server = section, Server(section.name, "judge")
         self.question = ImmutableSandboxedEnvironment().from_string(section.question or QUESTION)
         # a key goes to no server that anybody on the way could read it of
