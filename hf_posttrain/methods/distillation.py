@@ -12,6 +12,8 @@ from ..models.section import TeacherSection
 from ..options import option
 from ..scoring.head import TileFunction
 from ..scoring.teacher_tiles import TeacherLogits
+from ..teachers.cross_tokenizer import alignment_metrics
+from ..teachers.ensemble import Ensemble
 from ..teachers.factory import build_teacher
 from ..teachers.inputs import DistillationBatch, DistillationCollator
 from ..teachers.options import TeacherOptions
@@ -79,6 +81,8 @@ class DistillationTrainer(PostTrainer):
 
     collator_class = DistillationCollator
     teacher: Teacher | None
+    cached_at: float | None = None
+    """Temperature of the scores that the rows have in place of a teacher."""
 
     def __init__(
         self,
@@ -116,6 +120,7 @@ class DistillationTrainer(PostTrainer):
         self.set_second_models([])
         self.data_collator.teacher_inputs = None
         self.teacher = None
+        self.cached_at = self.args.temperature
 
     def prepare_window(self, batches: Sequence[Any]) -> list[Any]:
         """Ask a teacher on a server about all micro-batches of a window at once."""
@@ -130,6 +135,9 @@ class DistillationTrainer(PostTrainer):
     def signal(self, batch: DistillationBatch, request: Request) -> TeacherSignal:
         """Return what the teacher says about a batch, or has said before the step."""
         if batch.teacher_signal is not None:
+            if self.teacher is None and self.args.temperature != self.cached_at:
+                problem = f"temperature={self.args.temperature:g}: the teacher was scored at {self.cached_at:g}"
+                raise InputError(f"{problem}: build a new trainer for another temperature")
             return batch.teacher_signal
         if self.teacher is None:
             raise InputError(
@@ -166,6 +174,29 @@ class DistillationTrainer(PostTrainer):
         weights = None if isinstance(signal, Chunked) else weights
         scores = self.score(model, batch, tile, weights)
         return objective.complete(scores, signal), signal
+
+
+    def teacher_metrics(
+        self,
+        batch: DistillationBatch,
+        signal: TeacherSignal,
+        scores: Scores,
+        divergence: Tensor,
+        name: str,
+        weights: Tensor,
+    ) -> dict[str, tuple[Tensor, Tensor | None]]:
+        """Return the divergence of each of several teachers, and how tokens of another tokenizer were compared.
+
+        Args:
+            divergence: Of each token, [N], logged as `name`.
+            weights: Which tokens count, [N].
+        """
+        metrics: dict[str, tuple[Tensor, Tensor | None]] = {}
+        if isinstance(self.teacher, Ensemble):
+            metrics |= self.teacher.metrics(batch, name, divergence, weights)
+        if isinstance(signal, Chunked):
+            metrics |= alignment_metrics(signal.batch, scores.alone, weights)
+        return metrics
 
 
 def check_teacher(args: Any, given: Any) -> Any:

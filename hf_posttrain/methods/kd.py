@@ -11,15 +11,11 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from ..errors import InputError
 from ..options import option
 from ..scoring.layouts import Example, reading_of
 from ..scoring.teacher_tiles import divergence
 from ..teachers.cache import precompute_top_k
-from ..teachers.cross_tokenizer import alignment_metrics
-from ..teachers.ensemble import Ensemble
 from ..teachers.inputs import DistillationBatch
-from ..teachers.signal import Chunked
 from ..trainer.loss_units import Losses
 from . import METHODS
 from .distillation import DistillationConfig, DistillationTrainer
@@ -53,7 +49,6 @@ class KDTrainer(DistillationTrainer):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.cached_at = self.args.temperature
         if self.args.teacher.precompute and self.teacher is not None:
             precompute_top_k(self, self.teacher, self.build_objective().request)
             self.drop_teacher()
@@ -73,14 +68,10 @@ class KDTrainer(DistillationTrainer):
 
     def losses(self, model: nn.Module, batch: DistillationBatch) -> Losses:  # type: ignore[override]
         """Return the mixed loss of each trained token, [N]."""
-        if self.teacher is None and self.args.temperature != self.cached_at:
-            raise InputError(f"temperature={self.args.temperature:g}: the teacher was scored at {self.cached_at:g}")
         weights = self.weights(batch)
         scores, signal = self.distill(model, batch, weights)
-        logged = {"ce": scores.ce, "divergence": scores.divergence}
-        metrics: dict[str, Any] = {f"distill/{n}": (value, None) for n, value in logged.items() if value is not None}
-        if isinstance(self.teacher, Ensemble):
-            metrics |= self.teacher.metrics(batch, "distill/divergence", scores.divergence, weights)
-        if isinstance(signal, Chunked):
-            metrics |= alignment_metrics(signal.batch, scores.alone, weights)
+        metrics = self.teacher_metrics(batch, signal, scores, scores.divergence, "distill/divergence", weights)
+        metrics["distill/divergence"] = scores.divergence, None
+        if scores.ce is not None:
+            metrics["distill/ce"] = scores.ce, None
         return Losses(scores.value, weights, metrics, scores.router_logits)

@@ -32,7 +32,7 @@ from . import METHODS
 from .distillation import DistillationConfig, DistillationTrainer
 from .objective import Divergence, Objective, PolicyGradient
 from .opd_diagnostics import DiagnosticsBuilder
-from .opd_metrics import rollout_metrics, with_perplexities
+from .opd_metrics import predictions, rollout_metrics, with_perplexities
 from .opd_token_weights import with_token_weights
 from .rules import POLICY_GRADIENT
 
@@ -100,7 +100,6 @@ class OPDTrainer(DistillationTrainer, OnPolicyInterface):
 
     config_class = OPDConfig
     collator_class = PromptCollator
-    synchronised: int | None = None  # the step whose weights are where rollouts are sampled
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -161,15 +160,11 @@ class OPDTrainer(DistillationTrainer, OnPolicyInterface):
         token_weights = 1.0 if batch.token_weights is None else batch.token_weights
         observe = self.diagnostics.of(batch) if self.args.diagnostics else None
         scores, signal = self.distill(model, batch, weights * token_weights, observe)
-        values = scores.value * token_weights
         metrics = rollout_metrics(self, scores, signal, batch)
-        result = Losses(values, weights, metrics, scores.router_logits)
-        if not torch.is_grad_enabled():  # in evaluation every prompt has K rollouts
-            shape = len(batch.index), self.args.num_generations
-            summed = [batch.per_branch(logps).view(shape) for logps in (scores.student, scores.teacher)]
-            result.predictions = torch.stack(summed, dim=-1)
-            result.labels = batch.per_branch(torch.ones_like(values)).view(shape)
-        return result
+        losses = Losses(scores.value * token_weights, weights, metrics, scores.router_logits)
+        if not torch.is_grad_enabled():
+            losses.predictions, losses.labels = predictions(scores, batch, self.args.num_generations)
+        return losses
 
     def build_objective(self) -> Objective:
         """Return the divergence, or the policy gradient on the sampled tokens."""

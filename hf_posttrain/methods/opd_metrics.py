@@ -8,9 +8,7 @@ from torch import Tensor
 
 from ..rollouts.batch import RolloutBatch
 from ..scoring.forward import Scores
-from ..teachers.cross_tokenizer import alignment_metrics
-from ..teachers.ensemble import Ensemble
-from ..teachers.signal import Chunked, TeacherSignal
+from ..teachers.signal import TeacherSignal
 from .opd_diagnostics import PREFIX, metrics_of
 
 
@@ -48,10 +46,7 @@ def rollout_metrics(
             "sampling/kl": (difference, comparable),
             "sampling/logp_difference": (difference.abs(), comparable),
         }
-    if isinstance(trainer.teacher, Ensemble):
-        metrics |= trainer.teacher.metrics(batch, "distill/reverse_kl", reverse_kl, of_tokens)
-    if isinstance(signal, Chunked):
-        metrics |= alignment_metrics(signal.batch, scores.alone, of_tokens)
+    metrics |= trainer.teacher_metrics(batch, signal, scores, reverse_kl, "distill/reverse_kl", of_tokens)
     if batch.grades is not None:
         counts = batch.weights_of_rows
         metrics |= {
@@ -64,6 +59,15 @@ def rollout_metrics(
         stats = {name.removeprefix(PREFIX): values for name, values in scores.stats.items()}
         metrics |= metrics_of(stats, batch.owner, of_tokens, trainer.args.max_completion_length)
     return metrics
+
+
+def predictions(scores: Scores, batch: RolloutBatch, num_generations: int) -> tuple[Tensor, Tensor]:
+    """Return what `compute_metrics` gets in an evaluation, where every prompt has K rollouts: summed log-probabilities
+    under student and teacher, [prompts, K, 2], and lengths, [prompts, K]."""
+    shape = len(batch.index), num_generations
+    summed = [batch.per_branch(logps).view(shape) for logps in (scores.student, scores.teacher)]
+    lengths = batch.per_branch(torch.ones_like(scores.value)).view(shape)
+    return torch.stack(summed, dim=-1), lengths
 
 
 def with_perplexities(metrics: dict[str, float]) -> dict[str, float]:

@@ -247,6 +247,14 @@ def test_a_cached_teacher_is_gone_while_training(tmp_path):
         trainer.evaluate(trainer.prepare(token_rows("kd", seed=3), trainer.tokenizer, trainer.args, "other"))
 
 
+def test_a_cached_teacher_has_one_temperature(tmp_path):
+    options = {"teacher": {"top_k": 4, "precompute": True}, "temperature": 2.0}
+    trainer = trainer_for("kd", tiny_model(), token_rows("kd"), tmp_path, second=tiny_model(seed=9), **options)
+    trainer.args.temperature = 1.0
+    with pytest.raises(InputError, match=r"temperature=1: the teacher was scored at 2: build a new trainer"):
+        trainer.train()
+
+
 @pytest.mark.parametrize("k", [3, 300])
 def test_a_cached_top_k_teacher(k, tmp_path):
     """k = V equals the teacher online; a small k is close to it and needs no teacher."""
