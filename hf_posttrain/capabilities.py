@@ -30,7 +30,7 @@ class Feature(StrEnum):
     MISMATCHED_PAIRS = "unpaired preferences"
     # rollouts
     OFF_POLICY = "rollouts of another policy (frozen or replay)"
-    CHANGING = "rollouts that change in every step (on_policy or replay)"
+    SCORED_EACH_STEP = "rollouts that are scored in every step (all but frozen)"
     FROZEN = "rollouts: frozen"
     REPLAY = "rollouts: replay"
     VLLM = "a vLLM sampler"
@@ -102,7 +102,7 @@ CONFLICTS: tuple[tuple[Feature, Feature, str], ...] = (
     (_F.RESIDUAL, _F.OFF_POLICY, _CURRENT),
     (_F.RESIDUAL, _F.DATA_SHARE, _CURRENT),
     (_F.RESIDUAL, _F.PREFETCH, _CURRENT),
-    (_F.PRECOMPUTE, _F.CHANGING, "scores would be those of other rollouts. Set rollouts: frozen"),
+    (_F.PRECOMPUTE, _F.SCORED_EACH_STEP, "scores would be those of other rollouts. Set rollouts: frozen"),
     (_F.PRECOMPUTE, _F.DATA_SHARE, "only rollouts are scored before training"),
     (_F.PRECOMPUTE, _F.MOVING_AVERAGE, "the scores would stay those of the start"),
     (_F.REPLAY, _F.OWN_PROMPT, "the replay buffer keeps no rows"),
@@ -152,7 +152,7 @@ def option_features(values: Any) -> dict[Feature, str]:
     if rollouts is not None:
         selected |= {
             Feature.OFF_POLICY: (not rollouts.on_policy, "rollouts"),
-            Feature.CHANGING: (not rollouts.fixed, "rollouts"),
+            Feature.SCORED_EACH_STEP: (not rollouts.scored_once, "rollouts"),
             Feature.FROZEN: (rollouts.kind == "frozen", "rollouts"),
             Feature.REPLAY: (rollouts.kind == "replay", "rollouts"),
         }

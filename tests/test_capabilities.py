@@ -23,7 +23,7 @@ OPTIONS = {  # feature -> options that select it
     Feature.PROMPT_TRAINED: {"completion_only_loss": False},
     Feature.REFERENCE_CACHE: {"precompute_ref_log_probs": True},
     Feature.OFF_POLICY: {"rollouts": {"source": "replay"}},
-    Feature.CHANGING: {"rollouts": {"source": "on_policy"}},
+    Feature.SCORED_EACH_STEP: {"rollouts": {"source": "on_policy"}},
     Feature.FROZEN: {"rollouts": {"source": "frozen"}},
     Feature.REPLAY: {"rollouts": {"source": "replay"}},
     Feature.VLLM: {"sampler": {"kind": "vllm_server", "base_url": "http://a:1"}},
@@ -90,7 +90,7 @@ def test_options_select_a_feature(feature, tmp_path):
         values.__dict__.update(given | OPTIONS[feature])
         assert feature in option_features(with_groups(values, row.groups))
         values.__dict__.update(given)
-        usual = {Feature.CHANGING, Feature.TEACHER}
+        usual = {Feature.SCORED_EACH_STEP, Feature.TEACHER}
         assert (feature in option_features(with_groups(values, row.groups))) is (feature in usual)
 
 

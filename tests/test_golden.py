@@ -36,7 +36,7 @@ def test_numbers_are_those_of_the_record(name, url, monkeypatch):
     found = record(case, url)
     noise = "neftune_noise_alpha" in case.options and not DEVICE["use_cpu"]  # a GPU draws other numbers
     if RECORD["machine"] == machine() and DEVICE["use_cpu"]:
-        assert found == expected
+        assert {key: found[key] for key in expected} == expected  # a case from another machine has no hashes
     elif not case.sampled and not noise:  # another rounding samples other tokens
         for key in ("loss", "grad_norm", "eval_loss"):
             assert found[key] == pytest.approx(expected[key], rel=1e-4, abs=1e-5), key

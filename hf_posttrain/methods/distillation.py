@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Protocol
 
 from torch import Tensor, nn
+from transformers import TrainerCallback
 
 from ..errors import InputError
 from ..options import option
@@ -95,8 +96,11 @@ class DistillationTrainer(PostTrainer):
         self.teacher, self.vocabulary, self.eos = setup.teacher, setup.vocabulary, setup.eos
         self.teacher_ends = setup.terminal_ids
         self.data_collator.teacher_inputs = setup.inputs
-        for model in setup.models:
-            self.add_callback(model)  # type: ignore[arg-type]
+        # the teacher itself is a callback, or the model that it reads with another tokenizer
+        parts: list[Any] = [self.teacher] if isinstance(self.teacher, TrainerCallback) else setup.models
+        self.teacher_callbacks = [part for part in parts if isinstance(part, TrainerCallback)]
+        for callback in self.teacher_callbacks:
+            self.add_callback(callback)
         self.set_second_models(setup.models)
         self.second_key = " ".join(filter(None, [self.second_key, setup.teacher.description])) or None
         if setup.average is not None:
@@ -113,8 +117,8 @@ class DistillationTrainer(PostTrainer):
 
     def drop_teacher(self) -> None:
         """Train without the teacher, whose scores the rows have: its memory is freed."""
-        for model in self.second_models:
-            self.remove_callback(model)  # type: ignore[arg-type]
+        for callback in self.teacher_callbacks:
+            self.remove_callback(callback)
         self.set_second_models([])
         self.data_collator.teacher_inputs = None
         self.teacher = None

@@ -22,6 +22,8 @@ class RolloutOptions(OptionKind):
     """Whether all rollouts are sampled from the current policy."""
     fixed: ClassVar[bool] = False
     """Whether the rollouts of a prompt never change, so that the sampler needs no new weights."""
+    scored_once: ClassVar[bool] = False
+    """Whether the source scores its rollouts with the teacher before training, as `teacher.precompute` asks."""
 
     train_max_tokens: int | dict[str, int] | None = option(
         None,
@@ -46,6 +48,7 @@ class FrozenRollouts(RolloutOptions):
     kind: ClassVar = "frozen"
     implementation: ClassVar = "rollouts.frozen:Frozen"
     fixed: ClassVar = True
+    scored_once: ClassVar = True
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..batching.micro_batch import MicroBatch
 from ..models.frozen import FrozenModel
@@ -40,8 +40,8 @@ class LogitsByRow:
         return out
 
 
-class Ensemble:
-    """Several teachers by name."""
+class Ensemble(TrainerCallback):
+    """Several teachers by name. As a callback it frees their memory after training."""
 
     name = ""
     aligner = None
@@ -119,6 +119,12 @@ class Ensemble:
         """Free the memory of all teachers."""
         for teacher in self.teachers.values():
             teacher.release()
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Free the memory of the device; a later evaluation brings the teachers back."""
+        self.release()
 
     def metrics(
         self, batch: DistillationBatch, name: str, values: Tensor, weights: Tensor

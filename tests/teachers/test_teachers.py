@@ -1,6 +1,7 @@
 """Teachers of other kinds than a model alongside: served, several, with prompts of their own, the student's past."""
 
 import copy
+import logging
 import math
 
 import datasets
@@ -183,6 +184,21 @@ def test_a_template_makes_the_teachers_prompt_of_the_rows_columns(tmp_path):
 
 
 # ---- several
+
+
+def test_several_teachers_are_one_callback_which_frees_their_memory(tmp_path, monkeypatch, caplog):
+    """transformers warns of two callbacks of one class."""
+    names, released = ["a", "b"], []
+    rows = token_rows("kd", 4).add_column("teacher", names * 2)
+    teachers = {"a": tiny_model(seed=3), "b": tiny_model(seed=9)}
+    monkeypatch.setattr(LocalTeacher, "release", lambda teacher: released.append(teacher.name))
+    with caplog.at_level(logging.WARNING):
+        logging.getLogger("transformers").propagate = True
+        trainer = trainer_for("kd", tiny_model(), rows, tmp_path, second=teachers, teacher={"names": names})
+    assert not [message for message in caplog.messages if "callback" in message]
+    assert trainer.teacher in trainer.callback_handler.callbacks
+    trainer.train()
+    assert released == names
 
 
 @pytest.mark.parametrize("method", ["opd", "kd"])
