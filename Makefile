@@ -43,7 +43,7 @@ venv: $(STAMP) ## .venv with the tested versions; installed again only after set
 $(STAMP): setup.cfg constraints.txt
 	@$(call check_python)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python $(PIP) --upgrade pip  # that of Python 3.11 takes half as long again
+	$(BIN)/python $(PIP) --upgrade pip  # the pip of Python 3.11 takes 1.5 times as long
 	$(BIN)/python $(PIP) --no-compile -c constraints.txt -e '.[test,deepspeed,quant]'
 	@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib > /dev/null || true  # pip would compile on one core
 	@touch $@

@@ -83,7 +83,7 @@ def step(model: Any, batch: MicroBatch) -> tuple[float, int, Tensor]:
     kept = Kept(model.parameters())
     start = time.perf_counter()
     with kept.counting():
-        values = forward.score(model, batch, LogProb(batch.targets))["value"]
+        values = forward.score(model, batch, LogProb(batch.targets)).value
     size = kept.bytes
     del kept  # what it holds goes as the backward does
     answers = batch.per_branch(values)

@@ -101,7 +101,7 @@ def measure(given: dict[str, Any], size: dict[str, int]) -> dict[str, float]:
     for _ in range(given["repeats"] + 1):
         wait(given["device"])
         start = time.perf_counter()
-        forward.score(model, batch, LogProb(batch.targets), weights)["value"].sum().backward()
+        forward.score(model, batch, LogProb(batch.targets), weights).value.sum().backward()
         wait(given["device"])
         seconds.append(time.perf_counter() - start)
     added = peak_memory(given["device"]) - before

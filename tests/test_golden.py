@@ -37,6 +37,8 @@ def test_numbers_are_those_of_the_record(name, url, monkeypatch):
     noise = "neftune_noise_alpha" in case.options and not DEVICE["use_cpu"]  # a GPU draws other numbers
     if RECORD["machine"] == machine() and DEVICE["use_cpu"]:
         assert {key: found[key] for key in expected} == expected  # a case from another machine has no hashes
-    elif not case.sampled and not noise:  # another rounding samples other tokens
+    elif case.sampled or noise:
+        pytest.skip("another machine rounds, and a GPU draws, otherwise: other tokens are sampled, and other noise")
+    else:
         for key in ("loss", "grad_norm", "eval_loss"):
             assert found[key] == pytest.approx(expected[key], rel=1e-4, abs=1e-5), key

@@ -35,7 +35,7 @@ def build(settings: Settings, implementation: str = "sdpa", ours: bool = True) -
 def score_and_backward(model: Any, batch: MicroBatch) -> Tensor:
     """Return the log-probabilities of the scored tokens, [N], after the backward of their sum."""
     model.zero_grad()
-    values = forward.score(model, batch, LogProb(batch.targets))["value"]
+    values = forward.score(model, batch, LogProb(batch.targets)).value
     values.sum().backward()
     return values.detach()
 

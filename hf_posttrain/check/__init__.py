@@ -173,7 +173,7 @@ def check(
 def fitted_models(
     recipe: Recipe,
     tokenizer: "PreTrainedTokenizerBase",
-    peft_config: "PeftConfig",
+    peft_config: "PeftConfig | None",
     config: "PostTrainConfig",
     rows: dict[str, Any],
 ) -> tuple[list[Any], Any, list[str]]:

@@ -94,7 +94,9 @@ class Probe:
             yield f"rollouts are {away} from what the student would sample: {remedy}"
 
 
-def probe(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, peft_config: PeftConfig, rows: AnyDataset) -> Probe:
+def probe(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, peft_config: PeftConfig | None, rows: AnyDataset
+) -> Probe:
     """One step on the longest rows of `rows` (prepared; of a stream its first ones). Every rank calls it. Raises what
     training would, OutOfMemoryError too."""
     method = METHODS[recipe.method]

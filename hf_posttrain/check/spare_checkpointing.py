@@ -23,12 +23,12 @@ def spare_checkpointing(
     trainer_class: type[PostTrainer],
     rows: dict,
     engine: Engine | None = None,
-    device_memory: float | None = None,
+    memory_gib: float | None = None,
 ) -> None:
     """Switch activation checkpointing off in a run on a GPU that has room for all activations, where the recipe leaves
     it open: it costs a third more compute, and gives the same numbers.
 
-    engine, device_memory: as `engine` and `gib` of `estimate`.
+    engine: in place of this run's. memory_gib: memory of a device in GiB, in place of what it has.
     """
     names, engine = ("activation_checkpointing", "gradient_checkpointing"), engine or engine_asked(config)
     options = {*names, *(f"{name}_kwargs" for name in names)}
@@ -39,7 +39,7 @@ def spare_checkpointing(
     without = copy.copy(config)
     without.activation_checkpointing = False
     try:
-        found = estimate(recipe, without, trainer_class, rows, engine, device_memory)
+        found = estimate(recipe, without, trainer_class, rows, engine, memory_gib)
     except ValueError as error:  # an architecture that cannot be counted
         logger.info("activation_checkpointing: on (what the run needs without it is not known: %s)", error)
         return

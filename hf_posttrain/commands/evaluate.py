@@ -28,10 +28,9 @@ from .pieces import KeptBatches
 from .results import EVALUATIONS, RESULTS, as_table, keep, results_folder
 
 if TYPE_CHECKING:
-    from .answers import Answerer
-
-if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from .answers import Answerer
 
 UNFINISHED = ".eval_answers.part"
 """File of the greedy answers of a command that has not ended."""

@@ -17,7 +17,6 @@ from .messages import Messages, check_unicode, clean_messages
 from .template import switch_problem
 
 if TYPE_CHECKING:
-
     from .dataset_type import AnyDataset
 
 _OTHER_NAMES = {"kto_tag": "label", "conversations": "messages", "assistant_masks": "completion_mask"}

@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import InputError, error_context, shown
-from .dataset_type import AnyDataset
+from .dataset_type import AnyDatasets
 from .messages import is_picture, role_of, text_of
 
 MARK = "\ufdd0"
@@ -80,7 +80,7 @@ def take_pictures(row: dict, form: str, folder: str | None = None) -> tuple[dict
         return row, [stored(next(own) if value is None else value, folder) for value in places]
 
 
-def hold_images(rows: AnyDataset) -> bool:
+def hold_images(rows: AnyDatasets | Sequence[Mapping[str, Any]] | None) -> bool:
     """Return whether rows, or any of a dict of data sets, have a column of images or an image in the first row."""
     if isinstance(rows, Mapping):
         return any(hold_images(part) for part in rows.values())

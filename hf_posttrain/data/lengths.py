@@ -14,7 +14,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from ..capabilities import Feature, conflict, option_features
 from ..errors import InputError, shown
-from .dataset_type import AnyDataset
+from .dataset_type import AnyDataset, AnyDatasets
 from .packing import example_lengths, lengths_of
 
 logger = logging.getLogger(__package__)
@@ -47,7 +47,7 @@ def seeded_sampler(sampler: Any, args: TrainingArguments, rows_per_step: int) ->
     return _ByLength(sampler, rows_per_step, args.seed if args.data_seed is None else args.data_seed)
 
 
-def with_lengths(rows: AnyDataset, args: TrainingArguments) -> Any:
+def with_lengths(rows: AnyDataset | None, args: TrainingArguments) -> Any:
     """Prepared rows with the tokens of each, where the sampler by length is asked for."""
     wanted = args.train_sampling_strategy == "group_by_length"
     if isinstance(rows, datasets.IterableDataset):
@@ -102,7 +102,7 @@ def tokens_of(rows: datasets.Dataset, columns: Sequence[str] = ()) -> np.ndarray
     return np.sum([lengths_of(rows, name, of_rows=True) for name in names], axis=0)
 
 
-def largest_id(rows: AnyDataset) -> int:
+def largest_id(rows: AnyDatasets | None) -> int:
     """The largest token id of prepared rows, or of a dict of them; -1 where it is not known, as of a stream."""
     if isinstance(rows, dict):
         return max(map(largest_id, rows.values()), default=-1)
@@ -148,7 +148,7 @@ def full_lengths(rows: datasets.Dataset, args: TrainingArguments) -> np.ndarray:
     return example_lengths(rows, branches)
 
 
-def warn_if_too_long(rows: AnyDataset, config: PretrainedConfig, args: TrainingArguments) -> None:
+def warn_if_too_long(rows: AnyDataset | None, config: PretrainedConfig, args: TrainingArguments) -> None:
     """Warn of prepared rows, not of a stream, that are longer than the positions that the model's config names."""
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if positions is None or not isinstance(rows, datasets.Dataset):

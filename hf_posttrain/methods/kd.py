@@ -70,6 +70,7 @@ class KDTrainer(DistillationTrainer):
         """Return the mixed loss of each trained token, [N]."""
         weights = self.weights(batch)
         scores, signal = self.distill(model, batch, weights)
+        assert scores.divergence is not None
         metrics = self.teacher_metrics(batch, signal, scores, scores.divergence, "distill/divergence", weights)
         metrics["distill/divergence"] = scores.divergence, None
         if scores.ce is not None:

@@ -86,9 +86,9 @@ class KTOCollator(Collator):
         return batch.replace(pairs=Deferred(pairs))
 
 
-def weights_of(rows: AnyDataset, args: KTOConfig) -> tuple[float, float]:
+def weights_of(rows: AnyDataset | None, args: KTOConfig) -> tuple[float, float]:
     """Return the weights of desirable and undesirable rows. Raises InputError where `auto` finds labels of one kind."""
-    labels = rows["label"] if "label" in (getattr(rows, "column_names", None) or ()) else None
+    labels = rows["label"] if rows is not None and "label" in (rows.column_names or ()) else None
     return class_weights(args.desirable_weight, args.undesirable_weight, labels)
 
 
@@ -140,7 +140,7 @@ class KTOTrainer(PostTrainer):
         if labelled and "auto" in (self.args.desirable_weight, self.args.undesirable_weight):
             logger.info("class weights: desirable %.3g, undesirable %.3g", *self.class_weights)
 
-    def learn_of_rows(self, rows: AnyDataset) -> None:
+    def learn_of_rows(self, rows: AnyDataset | None) -> None:
         """The weights of both classes."""
         self.class_weights = weights_of(rows, self.args)
 

@@ -28,7 +28,9 @@ def rollout_metrics(
     # a rollout that the horizon has cut, and not its own length, neither stopped nor failed to
     cut = (stopped == 0) & (lengths < trainer.args.max_completion_length)
     # the mean of -gap over sampled tokens is an estimate of the reverse KL, where that is not the loss itself
-    reverse_kl = scores.divergence if trainer.args.loss_type == "reverse_kl" else -gap
+    reverse_kl = -gap
+    if trainer.args.loss_type == "reverse_kl" and scores.divergence is not None:
+        reverse_kl = scores.divergence
     metrics = {
         "logprob/student": (student, of_tokens),
         "logprob/teacher": (teacher, of_tokens),
@@ -55,8 +57,8 @@ def rollout_metrics(
         }
     if scores.entropy is not None:
         metrics["entropy"] = scores.entropy, of_tokens
-    if scores.stats:
-        stats = {name.removeprefix(PREFIX): values for name, values in scores.stats.items()}
+    named = scores.stats or {}
+    if stats := {name.removeprefix(PREFIX): named[name] for name in named if name.startswith(PREFIX)}:
         metrics |= metrics_of(stats, batch.owner, of_tokens, trainer.args.max_completion_length)
     return metrics
 

@@ -6,7 +6,7 @@ Which tokens are trained: the completion of prompt + completion rows, every toke
 assistants' turns of `messages` with assistant_only_loss.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..batching.micro_batch import MicroBatch
 from ..capabilities import Feature, conflict
-from ..data.dataset_type import AnyDataset
+from ..data.dataset_type import AnyDatasets
 from ..data.packing import pack
 from ..errors import InputError
 from ..options import option
@@ -67,7 +67,9 @@ def supervised_examples(row: dict[str, Any]) -> list[Example]:
     return [Example(one["prompt_ids"], [Branch(one["completion_ids"], one.get("completion_mask"))]) for one in rows]
 
 
-def formatted(rows: AnyDataset, function: Callable[[dict[str, Any]], str], column: str) -> Any:
+def formatted(
+    rows: AnyDatasets | Sequence[dict[str, Any]] | None, function: Callable[[dict[str, Any]], str], column: str
+) -> Any:
     """Return rows of one column, with the text that a function makes of each row; a dict of data sets one by one.
 
     Raises InputError for a function that returns anything but a text.

@@ -8,7 +8,7 @@ import importlib.util
 import inspect
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -17,7 +17,7 @@ import peft
 import torch
 import transformers
 from safetensors import SafetensorError
-from transformers import PreTrainedConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations import deepspeed as hf_deepspeed
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 from transformers.utils import is_torchvision_available
@@ -34,7 +34,7 @@ from .section import ModelSection, has_tokenizer, is_local
 logger = logging.getLogger(__name__)
 
 
-def check_model(section: ModelSection) -> PretrainedConfig:
+def check_model(section: ModelSection) -> PreTrainedConfig:
     """The model's config. Raises InputError where model, adapter or the quantisation package is missing, and for an
     adapter in the model's place."""
     if section.quantization != "none" and importlib.util.find_spec("bitsandbytes") is None:
@@ -116,7 +116,7 @@ def without_videos(kind: Any) -> Any:
             return [name for name in kind.get_attributes() if name != "video_processor"]
 
         @classmethod
-        def from_args_and_dict(cls, args: TrainingArguments, processor_dict: dict[str, Any], **kwargs: Any) -> Any:
+        def from_args_and_dict(cls, args: Sequence[Any], processor_dict: dict[str, Any], **kwargs: Any) -> Any:
             given = {name: value for name, value in processor_dict.items() if name != "video_processor"}
             return super().from_args_and_dict(args, given, **kwargs)
 
@@ -308,7 +308,7 @@ def generation_config_of(section: ModelSection) -> transformers.GenerationConfig
     return None
 
 
-def _kind(section: ModelSection, config: PretrainedConfig) -> Any:
+def _kind(section: ModelSection, config: PreTrainedConfig) -> Any:
     """The auto class of a section's model. Raises InputError where it is to see pictures and cannot."""
     if not section.images:
         if only_sees(config):
@@ -320,16 +320,16 @@ def _kind(section: ModelSection, config: PretrainedConfig) -> Any:
     return transformers.AutoModelForImageTextToText
 
 
-def _sees(config: PretrainedConfig) -> bool:
+def _sees(config: PreTrainedConfig) -> bool:
     return type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 
-def only_sees(config: PretrainedConfig) -> bool:
+def only_sees(config: PreTrainedConfig) -> bool:
     """Is a model there with its tower alone, so that it has a processor and no causal LM?"""
     return _sees(config) and type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
 
 
-def saved_with_vision(config: PretrainedConfig) -> bool:
+def saved_with_vision(config: PreTrainedConfig) -> bool:
     """Return whether the weights are those of a vision-language model, by the class that has saved them.
 
     The config alone does not say it: that of Qwen3.5 belongs to a causal LM as well.
@@ -387,7 +387,7 @@ def take_options(section: ModelSection, options: Mapping[str, Any], owner: str =
     return left
 
 
-def set_in_config(config: PretrainedConfig, options: Mapping[str, Any]) -> dict[str, Any]:
+def set_in_config(config: PreTrainedConfig, options: Mapping[str, Any]) -> dict[str, Any]:
     """Write into the config the options that are fields of it, as transformers does, and return the others."""
     left = dict(options)
     text = config.get_text_config()
@@ -395,14 +395,14 @@ def set_in_config(config: PretrainedConfig, options: Mapping[str, Any]) -> dict[
         for name in [name for name in left if name != "quantization_config" and _is_field(owner, name)]:
             value = left.pop(name)
             own = getattr(owner, name)
-            if isinstance(own, PretrainedConfig) and isinstance(value, Mapping):
+            if isinstance(own, PreTrainedConfig) and isinstance(value, Mapping):
                 own.update(dict(value))
             else:
                 setattr(owner, name, value)
     return left
 
 
-def _is_field(config: PretrainedConfig, name: str) -> bool:
+def _is_field(config: PreTrainedConfig, name: str) -> bool:
     """Return whether a config has a value of this name that can be set; methods and read-only properties cannot."""
     kind = getattr(type(config), name, None)
     read_only = isinstance(kind, property) and kind.fset is None
@@ -410,7 +410,7 @@ def _is_field(config: PretrainedConfig, name: str) -> bool:
 
 
 @contextmanager
-def names_the_option(name_or_path: str, config: PretrainedConfig, options: Mapping[str, Any]) -> Iterator[None]:
+def names_the_option(name_or_path: str, config: PreTrainedConfig, options: Mapping[str, Any]) -> Iterator[None]:
     """Turn the TypeError of an option that neither the loader nor the model reads into a line with the nearest one."""
     try:
         yield
@@ -431,7 +431,7 @@ def _options(section: ModelSection) -> dict[str, Any]:
     return {"trust_remote_code": section.trust_remote_code, **attention}
 
 
-def weights_dtype(section: ModelSection, config: PretrainedConfig, whole: bool, device: torch.device) -> torch.dtype:
+def weights_dtype(section: ModelSection, config: PreTrainedConfig, whole: bool, device: torch.device) -> torch.dtype:
     """What weights are loaded as. `default`: float32 where all are trained (`whole`), otherwise bfloat16 on GPU and
     float32 on CPU."""
     if section.dtype == "default":

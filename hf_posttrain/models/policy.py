@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 def resolve_model(
     model: nn.Module | str,
     tokenizer: PreTrainedTokenizerBase | None,
-    peft_config: PeftConfig,
+    peft_config: PeftConfig | None,
     args: Any,
     images: bool = False,
 ) -> tuple[nn.Module, PreTrainedTokenizerBase]:

@@ -22,7 +22,7 @@ from tqdm.auto import tqdm
 
 from ..batching.micro_batch import MicroBatch
 from ..capabilities import Feature, conflict
-from ..data.dataset_type import AnyDataset
+from ..data.dataset_type import AnyDatasets
 from ..data.images import versions
 from ..engines import sharded
 from ..errors import InputError
@@ -48,7 +48,7 @@ def add_scores(
     Raises InputError for a stream.
     """
 
-    def scored(rows: AnyDataset, name: str) -> Any:
+    def scored(rows: AnyDatasets | None, name: str) -> Any:
         if rows is None:
             return None
         if isinstance(rows, dict):

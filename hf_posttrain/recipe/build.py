@@ -25,7 +25,6 @@ from .sections import Recipe
 if TYPE_CHECKING:
     from peft import PeftConfig
 
-if TYPE_CHECKING:
     from ..trainer.config import PostTrainConfig
 
 logger = logging.getLogger(__name__)

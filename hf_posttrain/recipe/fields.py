@@ -50,15 +50,16 @@ class Field(NamedTuple):
 Fields = Mapping[str, Field]
 
 
-def fields_of(config_class: Any) -> dict[str, Field]:
+def fields_of(dataclass_type: Any) -> dict[str, Field]:
     """The fields that a dataclass is made with, without those that are no keys (`of_python`, or `hidden`). One that
     HfArgumentParser takes without a value (`--fsdp`), for which it becomes `const`, takes true and false too."""
-    hints = typing.get_type_hints(config_class)
-    hints |= {f.name: bool | hints[f.name] for f in dataclasses.fields(config_class) if f.metadata.get("const") is True}
+    hints = typing.get_type_hints(dataclass_type)
+    switches = [f.name for f in dataclasses.fields(dataclass_type) if f.metadata.get("const") is True]
+    hints |= {name: bool | hints[name] for name in switches}
     return {
         f.name: Field(hints[f.name], f.default if f.default_factory is dataclasses.MISSING else f.default_factory())
-        for f in dataclasses.fields(config_class)
-        if f.init and not f.metadata.get("hidden") and f.name not in getattr(config_class, "of_python", ())
+        for f in dataclasses.fields(dataclass_type)
+        if f.init and not f.metadata.get("hidden") and f.name not in getattr(dataclass_type, "of_python", ())
     }  # fmt: skip
 
 

@@ -26,7 +26,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from .. import __version__
 from ..data.chat import has_template_tokens
-from ..data.dataset_type import AnyDataset
+from ..data.dataset_type import AnyDatasets
 from ..data.lengths import flat_ids
 from ..engines import engine, launch
 from ..errors import InputError
@@ -259,7 +259,9 @@ class Samples(TrainerCallback):
             with warn_on_error(FAILED):  # other ranks do not wait for the file
                 write_json(self.file, self.samples)
 
-    def on_train_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """The answers of after; none where SIGTERM asks for a quick end."""
         if not self.asked or self.trainer.preemption.happened:
             return
@@ -299,7 +301,7 @@ def find_obstacle(trainer: TrainerInterface) -> str | None:
     return None
 
 
-def pick_questions(rows: AnyDataset) -> list[tuple[Prompt, list[int]]]:
+def pick_questions(rows: AnyDatasets) -> list[tuple[Prompt, list[int]]]:
     """(prompt, ids of the right answer, or none) of a few prepared rows, packed or not: evenly spread over a data
     set (of a dict the first), the first of a stream."""
     if isinstance(rows, dict):

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import PreTrainedTokenizerBase, TrainingArguments
+from transformers import PreTrainedTokenizerBase
 from transformers.trainer_utils import EvalLoopOutput
 
 from ..batching.micro_batch import MicroBatch
@@ -44,10 +44,12 @@ from ..generation.completions_client import ServerError
 from ..models.load import drawable_ids
 from ..models.score_cache import score_rows
 from ..rollouts import vllm
+from ..rollouts.interface import SamplingInterface
 from ..rollouts.policy_sampler import synchronise
 from ..scoring.forward import causal_lm
 from ..scoring.layouts import share_out
 from ..trainer.base import PostTrainer
+from ..trainer.config import PostTrainConfig
 from .draw import Judged, Pieces, Stopped, draw, pieces_of
 from .judges import make_judge
 from .pairing import Paired, pair_up
@@ -120,16 +122,15 @@ class _RoundCollator:
         return super().__call__(rows)  # type: ignore[misc]
 
 
-class InRounds(PostTrainer):
+class InRounds(PostTrainer, SamplingInterface):
     """What `in_rounds` puts in front of a method's trainer."""
 
     section: ClassVar[RoundsSection]
     train_dataset: Any
-    synchronised: int | None = None
     told = False  # that a loss cannot be taken of so few prompts
     longest = False  # are rows made of the longest answers that there may be, as a probe wants them?
 
-    def __init__(self, model: nn.Module | None = None, args: Any = None, *rest: Any, **kwargs: Any):
+    def __init__(self, model: nn.Module | str | None = None, args: Any = None, *rest: Any, **kwargs: Any):
         section = self.section
         args = with_section(args or self.config_class(output_dir="outputs"), section)
         if kwargs.get("compute_metrics") is not None:
@@ -155,7 +156,7 @@ class InRounds(PostTrainer):
 
     @classmethod
     def prepare_rows(
-        cls, rows: AnyDataset, tokenizer: PreTrainedTokenizerBase, args: TrainingArguments, name: str
+        cls, rows: AnyDataset, tokenizer: PreTrainedTokenizerBase, args: PostTrainConfig, name: str
     ) -> Any:
         """Prompts, with the right answers of the data where they have them. Raises InputError where the judge wants one
         that is missing."""

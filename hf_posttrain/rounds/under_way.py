@@ -61,22 +61,26 @@ class Round(TrainerCallback):
             self.trainer.set_rows(state["round"], datasets.Dataset(datasets.table.InMemoryTable(table)))
             self.told = json.loads(state["told"])
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Write what a checkpoint tells of its rounds: the folder may be another, or have been that of a new run."""
         count = None if self.trainer.longest else self.trainer.section.count  # a probe has one step
         if count and (taken := rounds_in(self.trainer.section, state.max_steps)) < count:
             logger.warning("rounds.count: %d rounds, and not %d: the run has no more steps", taken, count)
         if args.should_save and not state.global_step:
-            for file in Path(args.output_dir, FOLDER).glob("*.json*"):  # of an earlier run, but no pieces
+            for file in Path(self.trainer.args.output_dir, FOLDER).glob("*.json*"):  # of an earlier run, but no pieces
                 file.unlink()
         if args.should_save:
-            summary = Path(args.output_dir, FOLDER, SUMMARY)
+            summary = Path(self.trainer.args.output_dir, FOLDER, SUMMARY)
             if self.told:
                 write_json(summary, self.told)
             else:
                 summary.unlink(missing_ok=True)
 
-    def on_step_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Save after the last step of a round over all prompts."""
         trainer, saved = self.trainer, getattr(args.save_strategy, "value", args.save_strategy)
         ends = trainer.round_of(state.global_step) != trainer.round_of(state.global_step - 1)
@@ -96,7 +100,9 @@ class Round(TrainerCallback):
             for weight in self.trainer.model.parameters():
                 weight.grad = None
 
-    def on_train_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Nothing is left to be found again."""
         if not self.trainer.preemption.happened:
             self.remove_pieces()

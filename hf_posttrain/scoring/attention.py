@@ -52,13 +52,13 @@ def arguments(model: PreTrainedModel, batch: MicroBatch) -> dict[str, Any]:
     if "flash" in implementation and segments:
         bounds = {name: value for name, value in segments.items() if name in VARLEN}
         return {"attention_mask": None} | bounds | pieces
-    in_all = picture is None or sees_whole_pictures(model) == "all"
+    images_in_all_layers = picture is None or sees_whole_pictures(model) == "all"
     if implementation == BY_SEGMENT and segments:
-        whole_images = {} if picture is None else {"picture": picture[0], "in_all": in_all}
+        whole_images = {} if picture is None else {"picture": picture[0], "in_all": images_in_all_layers}
         # transformers takes a 4D mask as it is: with this one it makes none
         mask = ids.new_ones(1, 1, 1, 1, dtype=torch.bool)
         return {"attention_mask": mask, "segments": {**segments, **whole_images}} | pieces
-    return {"attention_mask": attention_masks(model, batch, in_all)}
+    return {"attention_mask": attention_masks(model, batch, images_in_all_layers)}
 
 
 # ---- segments

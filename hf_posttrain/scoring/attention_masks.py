@@ -26,13 +26,13 @@ def attention_masks(model: PreTrainedModel, batch: MicroBatch, images_in_all_lay
     implementation = config._attn_implementation or ""
     layer_types = {*(getattr(config, "layer_types", None) or ())}
     sliding_window = getattr(config, "sliding_window", None)
-    without_images = batch if images_in_all_layers else batch.replace(picture=None)
+    full_attention_batch = batch if images_in_all_layers else batch.replace(picture=None)
 
     def mask(window: int | None) -> Any:
-        of_layer = without_images if window is None else batch
+        layer_batch = full_attention_batch if window is None else batch
         if implementation == BY_BLOCK and batch.segments and batch.input_ids.shape[1] % BLOCK == 0:
-            return block_mask(of_layer, window, lambda window, i, j: attends(of_layer, window, 0, i, j))
-        allows = allowed(of_layer, window)[:, None]
+            return block_mask(layer_batch, window, lambda size, i, j: attends(layer_batch, size, 0, i, j))
+        allows = allowed(layer_batch, window)[:, None]
         if implementation not in ("eager", "flex_attention"):  # these add theirs to the scores
             return allows
         return torch.zeros_like(allows, dtype=model.dtype).masked_fill(~allows, torch.finfo(model.dtype).min)

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from ..batching.micro_batch import MicroBatch
+from ..errors import InputError
 from . import attention, rotary, states
 from .adapted_head import score_tokens_through
 from .head import LinearHead, LogitTransform, TileFunction, score_tokens
@@ -216,14 +217,14 @@ def rounded_products(model: nn.Module) -> Iterator[None]:
 class Scores(ModelOutput):
     """Scores of the N scored tokens of a batch, [N] each.
 
-    Which are computed depends on the tile function. The others are None, and no keys of the mapping interface.
+    Which are computed depends on the tile function. The others are None, and are not keys of the mapping.
     """
 
     value: Tensor = None  # type: ignore[assignment]  # what the tile function differentiates
     entropy: Tensor = None  # type: ignore[assignment]  # of the student's distribution
     correct: Tensor = None  # type: ignore[assignment]  # 1 where the target is the most likely token
-    ce: Tensor = None  # type: ignore[assignment]  # cross-entropy of the target
-    divergence: Tensor = None  # type: ignore[assignment]
+    ce: Tensor | None = None  # cross-entropy of the target
+    divergence: Tensor | None = None
     student: Tensor = None  # type: ignore[assignment]  # log-probability of the target
     teacher: Tensor = None  # type: ignore[assignment]  # the teacher's log-probability of the target
     alone: Tensor = None  # type: ignore[assignment]  # 1 where one token of another tokenizer has the same text
@@ -237,6 +238,8 @@ class Scores(ModelOutput):
         """Return the scores that a scorer named."""
         known = {field.name for field in fields(cls)}
         stats = {name: value for name, value in named.items() if name not in known}
+        if "stats" in named:
+            raise InputError("a tile function returned a stat with the name 'stats': give it another name")
         return cls(**{name: value for name, value in named.items() if name in known}, stats=stats or None)
 
     def replace(self, **changes: Any) -> Self:

@@ -307,7 +307,7 @@ def _try_optimizer(config: PostTrainConfig) -> None:
 
 
 def check_arguments(
-    trainer: Any, model: nn.Module | str | None, args: TrainingArguments, data_collator: Any, kwargs: Mapping[str, Any]
+    trainer: Any, model: nn.Module | str | None, args: object, data_collator: Any, kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
     """`kwargs` of a trainer class without those of TRL that change nothing. Raises InputError for what cannot be
     honoured."""

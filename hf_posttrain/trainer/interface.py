@@ -103,7 +103,7 @@ class TrainerInterface(Trainer):
         """
         return metrics
 
-    def learn_of_rows(self, rows: AnyDataset) -> None:
+    def learn_of_rows(self, rows: AnyDataset | None) -> None:
         """Read from prepared training rows what a method requires before training, such as the number of each label."""
 
     # ---- what PostTrainer defines

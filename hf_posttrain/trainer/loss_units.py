@@ -64,7 +64,7 @@ class Meter:
         self.totals[name] = torch.stack([_exact(value), torch.ones_like(_exact(value))])
         self.largest.add(name)
 
-    def averages(self, accelerator: Accelerator = None) -> dict[str, float]:
+    def averages(self, accelerator: Accelerator | None = None) -> dict[str, float]:
         """Global means since the last call; a name that nothing was counted for is left out. Empties the meter."""
         if not self.totals:
             return {}

@@ -1,6 +1,5 @@
 """The policy as a trainer makes it, of a model with weights or, for `--check`, of one without."""
 
-
 from peft import PeftConfig
 from torch import nn
 from transformers import set_seed
@@ -13,7 +12,7 @@ from .config import PostTrainConfig
 from .router import router_coef
 
 
-def make_policy(model: nn.Module, peft_config: PeftConfig, args: PostTrainConfig) -> tuple[nn.Module, float]:
+def make_policy(model: nn.Module, peft_config: PeftConfig | None, args: PostTrainConfig) -> tuple[nn.Module, float]:
     """Return the model as it is trained, with a new adapter where `peft_config` is given, and the weight of its
     experts' load-balancing loss.
 

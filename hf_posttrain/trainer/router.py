@@ -4,10 +4,10 @@ import logging
 from typing import Any
 
 from torch import Tensor
+from transformers import PreTrainedConfig
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from ..errors import InputError
-from .config import PostTrainConfig
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ def router_coef(config: Any, asked: float | None) -> float:
     return getattr(config, name) or 0.0 if on and routed else 0.0
 
 
-def _experts(config: PostTrainConfig) -> int | None:
+def _experts(config: PreTrainedConfig) -> int | None:
     return getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
 
 

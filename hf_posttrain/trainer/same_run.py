@@ -13,7 +13,7 @@ import xxhash
 from peft import PeftConfig
 from torch import nn
 
-from ..data.dataset_type import AnyDataset
+from ..data.dataset_type import AnyDatasets
 from ..data.images import versions
 from ..engines import sharded
 from ..errors import shown
@@ -108,7 +108,7 @@ def base_weights(model: nn.Module, peft_config: PeftConfig | None, method: Any) 
     return _weights_key(weight for weight in model.named_parameters() if all_of_them or not weight[1].requires_grad)
 
 
-def start_weights(model: nn.Module, peft_config: PeftConfig) -> str | None:
+def start_weights(model: nn.Module, peft_config: PeftConfig | None) -> str | None:
     """A hash of the trained weights that a run begins with, without those of a new adapter, which are drawn at random:
     a LoRA that is continued has some B that is not 0, and of other kinds it is not known."""
     if peft_config is not None:
@@ -155,7 +155,7 @@ def _with_groups(then: Mapping[str, Any], groups: Mapping[str, OptionGroup]) -> 
     return values | {key: options.described() for key, options in old.items() if options is not None}
 
 
-def describe_rows(trainer: TrainerInterface, rows: AnyDataset) -> Any:
+def describe_rows(trainer: TrainerInterface, rows: AnyDatasets | None) -> Any:
     """How many prepared rows, and a hash of their tokens and labels; of a stream that of its first rows. None of rows
     that are raw, as those that replaced others."""
     if rows is None or isinstance(rows, dict):

@@ -307,7 +307,7 @@ def unsaved(expected: Mapping[str, Weight], saved: Mapping[str, Weight]) -> Iter
             yield name
 
 
-def in_hub_format(inner: object, named: Mapping[str, Tensor]) -> dict[str, Weight]:
+def in_hub_format(inner: nn.Module, named: Mapping[str, Tensor]) -> dict[str, Weight]:
     """Return weights by the names of the hub's format, in which each expert has tensors of its own, for example.
 
     One layer is converted at a time: on CPU, or without values where an engine has cut it.

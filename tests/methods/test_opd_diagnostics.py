@@ -9,6 +9,7 @@ import torch
 from models_for_tests import tiny_model
 from training_for_tests import LORA, assert_same_step, fix_rollouts, one_step, token_rows, trainer_for
 
+from hf_posttrain import OPDTrainer
 from hf_posttrain.generation.rollout import repeated_share
 from hf_posttrain.methods import opd_diagnostics, opd_metrics
 from hf_posttrain.methods.opd_diagnostics import BUCKETS, Diagnostics, advice, compare, is_due, metrics_of
@@ -90,6 +91,28 @@ def test_steps_are_due_as_the_log_is(first, steps):
 
 def test_where_nothing_was_sampled_nothing_is_said():
     assert advice({}, "on_policy") is None
+
+
+@pytest.mark.parametrize("diagnostics", [True, False])
+def test_a_stat_of_ones_own_is_no_diagnostic(diagnostics, tmp_path, monkeypatch):
+    """A tile function of a subclass may return more stats: they are in `scores.stats`."""
+    fix_rollouts(monkeypatch)
+    seen = []
+
+    class Watched(OPDTrainer):
+        def distill(self, model, batch, weights, observe=None):
+            scores, signal = super().distill(model, batch, weights, observe)
+            stats = (scores.stats or {}) | {"kl": torch.full_like(scores.value, 1e6), "mine": scores.value.detach()}
+            seen.append(stats["mine"])
+            return scores.replace(stats=stats), signal
+
+    monkeypatch.setattr("training_for_tests.trainer_class", lambda row: Watched)
+    models = tiny_model(), tiny_model(seed=9)
+    trainer = trainer_for("opd", models[0], token_rows("opd", 8), tmp_path, models[1], diagnostics=diagnostics)
+    trainer.train()
+    assert seen
+    assert all(abs(value) < 1e5 for name, value in trainer.state.log_history[0].items() if name.startswith("position/"))
+    assert any(name.startswith("position/") for name in trainer.state.log_history[0]) == diagnostics
 
 
 LOSSES = {

@@ -62,8 +62,8 @@ def by_hand(tmp_path, teacher_share, coef):
     data = next(iter(trainer.get_train_dataloader()))
     [batch] = trainer.rollouts.window([data], 0)
     tokens, tokenizer = batch.targets, trainer.tokenizer
-    logps = trainer.score(trainer.model, batch, LogProb(tokens))["value"]
-    teacher = trainer.teacher.score(batch, LogProb(tokens))["value"]
+    logps = trainer.score(trainer.model, batch, LogProb(tokens)).value
+    teacher = trainer.teacher.score(batch, LogProb(tokens)).value
     rewards = [float(len(tokenizer.decode(tokens[batch["owner"] == n], skip_special_tokens=True))) for n in range(12)]
     credit = []
     for n in batch["owner"].tolist():

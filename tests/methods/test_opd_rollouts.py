@@ -250,7 +250,7 @@ def test_the_sign_has_the_gradient_of_its_definition(tmp_path, monkeypatch):
     [batch] = trainer.rollouts.window([next(iter(trainer.get_train_dataloader()))], 0)
     scores, _ = trainer.distill(trainer.model, batch, None)
     gap = (scores["teacher"] - scores["student"]).detach()
-    logps = trainer.score(trainer.model, batch, LogProb(batch.targets))["value"]
+    logps = trainer.score(trainer.model, batch, LogProb(batch.targets)).value
     (-gap.abs().mean() * gap.sign() * logps).mean().backward()
     gradients = {name: weight.grad for name, weight in trainer.model.named_parameters()}
     assert_same_step((found[0], gradients), found, relative=1e-4)

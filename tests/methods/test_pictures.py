@@ -92,7 +92,7 @@ def with_gradient(model, values):
 def together(model, rows, layout, seen, change=None):
     batch = collate(rows, layout, row_multiple=row_multiple([model]), pictures=seen)
     batch = change(batch) if change else batch
-    values = forward.score(model, batch, LogProb(batch.targets))["value"]
+    values = forward.score(model, batch, LogProb(batch.targets)).value
     return with_gradient(model, values[batch["owner"].argsort(stable=True)])
 
 
@@ -148,7 +148,7 @@ def test_other_pictures_give_other_scores_and_a_gradient_to_the_tower(kind):
         swapped = [dataclasses.replace(rows[0], pictures=rows[0].pictures[::-1])]
         assert (together(model, swapped, "shared", seen)[0] - expected).abs().max() > 1e-4
     batch = collate(rows[:1], "shared", row_multiple=row_multiple([model]), pictures=seen)
-    forward.score(model, batch, LogProb(batch.targets))["value"].sum().backward()
+    forward.score(model, batch, LogProb(batch.targets)).value.sum().backward()
     of_tower = [p.grad for name, p in model.named_parameters() if forward.is_vision(model, name)]
     assert sum(grad.abs().sum() for grad in of_tower if grad is not None) > 1e-3
 

@@ -80,7 +80,7 @@ def model_of(lora, checkpointed):
 
 def passed(model, batch):
     model.zero_grad()
-    value = forward.score(model, batch, LogProb(batch.targets))["value"]
+    value = forward.score(model, batch, LogProb(batch.targets)).value
     value.sum().backward()
     return value.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad])
 

@@ -592,6 +592,6 @@ def test_a_copy_under_bf16_keeps_its_products_in_bf16_with_the_same_scores(metho
     batch = trainer._prepare_inputs(trainer.data_collator([trainer.train_dataset[n] for n in range(4)]))
     with torch.no_grad(), trainer.accelerator.autocast():
         one, other = (
-            scoring.score(model.eval(), batch, LogProb(batch.targets))["value"] for model in (policy, copied)
+            scoring.score(model.eval(), batch, LogProb(batch.targets)).value for model in (policy, copied)
         )
     assert torch.equal(one, other)

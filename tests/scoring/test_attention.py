@@ -71,7 +71,7 @@ def varlen(monkeypatch):
 def scored(model, batch):
     """Values of the tokens, branch by branch, and the gradient of all weights."""
     model.zero_grad()
-    values = forward.score(model, batch, LogProb(batch.targets))["value"]
+    values = forward.score(model, batch, LogProb(batch.targets)).value
     values.sum().backward()
     order = batch["owner"].argsort(stable=True)
     return values.detach()[order], torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])

@@ -50,7 +50,7 @@ def gradient(model):
 def together(model, layout, rows=ROWS):
     """Values of the tokens, branch by branch, and the gradient of their sum."""
     batch = collate(rows, layout, row_multiple=row_multiple([model]))
-    values = forward.score(model, batch, LogProb(batch.targets))["value"]
+    values = forward.score(model, batch, LogProb(batch.targets)).value
     values.sum().backward()
     return values.detach()[batch["owner"].argsort(stable=True)], gradient(model)
 

@@ -51,7 +51,7 @@ def scored_alone(model, rows):
 def scored(model, rows, layout):
     """The same as a run has them."""
     batch = collate(rows, layout, row_multiple=row_multiple([model]))
-    values = forward.score(model, batch, LogProb(batch.targets))["value"]
+    values = forward.score(model, batch, LogProb(batch.targets)).value
     return torch.cat([values[batch["owner"] == k] for k in range(len(batch["row"]))])
 
 
@@ -92,7 +92,7 @@ def gradients(model):
         trusted = trusted_layout([model], layout, False, max_length=1024)
         if trusted not in found:
             batch = collate(rows, trusted, row_multiple=row_multiple([model]))
-            grad = of(forward.score(model, batch, LogProb(batch.targets))["value"])
+            grad = of(forward.score(model, batch, LogProb(batch.targets)).value)
             found[trusted] = float((grad - expected).norm() / expected.norm())
             yield f"gradient {trusted}", found[trusted]
 

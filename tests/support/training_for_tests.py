@@ -7,7 +7,6 @@ import random
 import datasets
 import pytest
 import torch
-from checked_once import checked_once
 from models_for_tests import tiny_model
 from tokenizers_for_tests import byte_tokenizer
 from transformers import TrainerCallback
@@ -15,9 +14,7 @@ from transformers import TrainerCallback
 from hf_posttrain.generation import rollout
 from hf_posttrain.methods import METHODS as TABLE
 from hf_posttrain.methods import config_class, trainer_class
-from hf_posttrain.trainer import base, saving
-
-base.trusted_layout = checked_once(base.trusted_layout)
+from hf_posttrain.trainer import saving
 
 LORA = {"r": 4, "target_modules": "all-linear", "init_lora_weights": "gaussian"}
 TIMES = ("runtime", "per_second", "peak_memory", "total_flos", "train_loss")

@@ -159,7 +159,7 @@ def test_padding_of_a_long_row_stays_within_the_positions_of_its_documents():
     assert batch["input_ids"].shape[1] > 101 > batch["position_ids"].max()
     model = GPT2LMHeadModel(GPT2Config(vocab_size=8, n_positions=101, n_embd=16, n_layer=1, n_head=2))
     scoring.enable_scoring(model)
-    assert scoring.score(model, batch, LogProb(batch.targets))["value"].isfinite().all()
+    assert scoring.score(model, batch, LogProb(batch.targets)).value.isfinite().all()
 
 
 @pytest.mark.gpu

@@ -11,7 +11,6 @@ from ...generation.graders import find_grader, grade
 from .question import Question
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedTokenizerBase
 
 
@@ -20,9 +19,7 @@ class FunctionJudge:
 
     stays = False
 
-    def __init__(
-        self, section: Any, tokenizer: "PreTrainedTokenizerBase | None" = None, device: "torch.device | None" = None
-    ):
+    def __init__(self, section: Any, tokenizer: "PreTrainedTokenizerBase | None" = None, device: object = None):
         self.name = section.name or section.by
         self.grader = find_grader(self.name)
 

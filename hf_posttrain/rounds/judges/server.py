@@ -21,7 +21,6 @@ from ...generation.completions_client import LATE, Server, ServerError, at_once
 from .question import Question
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
@@ -53,9 +52,7 @@ class ServerJudge:
 
     stays = False
 
-    def __init__(
-        self, section: Any, tokenizer: "PreTrainedTokenizerBase | None" = None, device: "torch.device | None" = None
-    ):
+    def __init__(self, section: Any, tokenizer: "PreTrainedTokenizerBase | None" = None, device: object = None):
         self.section, self.server = section, Server(section.name, "judge")
         self.question = ImmutableSandboxedEnvironment().from_string(section.question or QUESTION)
         # a key goes to no server that anybody on the way could read it of
