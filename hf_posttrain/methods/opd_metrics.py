@@ -25,7 +25,7 @@ def rollout_metrics(
     of_tokens = of_rollouts[batch.owner]  # [N]
     lengths = batch.per_branch(torch.ones_like(student))
     stopped = batch.per_branch(torch.isin(batch.targets, trainer.ends).float())  # one such token at most, the last
-    # a rollout that the horizon has cut, and not its own length, neither stopped nor failed to
+    # a rollout that train_max_tokens has truncated neither stopped nor failed to
     cut = (stopped == 0) & (lengths < trainer.args.max_completion_length)
     # the mean of -gap over sampled tokens is an estimate of the reverse KL, where that is not the loss itself
     reverse_kl = -gap

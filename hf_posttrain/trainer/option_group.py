@@ -52,6 +52,18 @@ class OptionKind:
         name = {self.selector: self.kind} if self.selector else {}
         return name | dataclasses.asdict(self)
 
+    def __str__(self) -> str:
+        """Return the value as a recipe may have it: the name of its kind, and the options that are set."""
+        changed = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if getattr(self, field.name) != field.default
+        }
+        if self.selector and not changed:
+            return self.kind
+        name = {self.selector: self.kind} if self.selector else {}
+        return "{" + ", ".join(f"{option}: {value}" for option, value in (name | changed).items()) + "}"
+
     def described(self) -> dict[str, Any]:
         """Return what the results of a run depend on."""
         return self.to_dict()

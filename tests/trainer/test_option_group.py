@@ -280,3 +280,13 @@ def test_options_of_the_last_release_in_a_checkpoint(then, changed, different, t
     old = {"method": "opd", "rollouts": "live", "horizon": None, "beta": None, "one_stop_outcome": True, "rounds": None}
     found = same_run.differences(old | {"loss_type": args.loss_type} | then, now, None, groups)
     assert sorted(found) == different
+
+
+@pytest.mark.parametrize(("options", "written"), [
+    ({}, "on_policy"),
+    ({"rollouts": {"source": "replay"}}, "replay"),
+    ({"rollouts": {"source": "replay", "replay_steps": 3}}, "{source: replay, replay_steps: 3}"),
+])  # fmt: skip
+def test_a_group_is_shown_as_a_recipe_has_it(options, written, tmp_path):
+    assert str(OPDConfig(str(tmp_path), use_cpu=True, **options).rollouts) == written
+    assert str(OPDConfig(str(tmp_path), use_cpu=True, teacher={"top_k": 4}).teacher) == "{top_k: 4, merge_eos: True}"
