@@ -2,12 +2,14 @@
 
 import inspect
 import logging
+import numbers
 import os
 import re
 from collections.abc import Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from dataclasses import dataclass, fields
+from functools import cache
+from typing import Any, ClassVar, Self, get_args, get_type_hints
 
 import torch
 from torch import nn
@@ -20,7 +22,7 @@ from ..errors import InputError, nearest, shown
 from ..options import option
 from . import rules
 from .method import Method
-from .option_group import OptionKind
+from .option_group import OptionKind, in_words
 from .renamed_options import warn_of_old_names, with_new_names
 
 logger = logging.getLogger(__name__)
@@ -264,8 +266,13 @@ class PostTrainConfig(TrainingArguments, metaclass=_Named):
 
     def _validate(self) -> None:
         """Raise InputError for the first problem of the options, and build their groups."""
-        for _, problem in () if _CHECKED.get() else rules.problems(self, self.method):
-            raise InputError(problem)
+        if not _CHECKED.get():
+            for name, types in _simple_options(type(self)).items():
+                value = getattr(self, name)
+                if not any(_is_of(value, kind) for kind in types):
+                    raise InputError(f"{name} must be {in_words(types)}, not {value!r}")
+            for _, problem in rules.problems(self, self.method):
+                raise InputError(problem)
         for key, group in self.method.groups.items():
             setattr(self, key, group.build(key, getattr(self, key)))
 
@@ -273,6 +280,30 @@ class PostTrainConfig(TrainingArguments, metaclass=_Named):
         """Return the options as plain values, as TrainingArguments does."""
         groups = {key: value.to_dict() for key, value in vars(self).items() if isinstance(value, OptionKind)}
         return super().to_dict() | groups
+
+
+@cache
+def _simple_options(config_class: type[PostTrainConfig]) -> dict[str, tuple[type, ...]]:
+    """Return the types of the options of this package that are numbers, switches or texts, by name."""
+    hints = get_type_hints(config_class)
+    of_transformers = {field.name for field in fields(TrainingArguments)} - {"learning_rate"}
+    types = {name: get_args(hint) or (hint,) for name, hint in hints.items() if name not in of_transformers}
+    names = {field.name for field in fields(config_class)}
+    simple = {*_NUMBERS, bool, str, type(None)}
+    return {name: kinds for name, kinds in types.items() if name in names and {*kinds} <= simple}
+
+
+_NUMBERS: dict[type, type] = {int: numbers.Integral, float: numbers.Real}
+"""Numbers of NumPy and PyTorch count too."""
+
+
+def _is_of(value: object, kind: type) -> bool:
+    """Return whether a value is of the type of an option. True and False are not numbers; a text may be a path."""
+    if kind is str:
+        return isinstance(value, str | os.PathLike)
+    if kind in _NUMBERS:
+        return isinstance(value, _NUMBERS[kind]) and not isinstance(value, bool)
+    return isinstance(value, kind)
 
 
 @dataclass

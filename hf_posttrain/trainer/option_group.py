@@ -8,7 +8,7 @@ A group without a selector has one kind and is written as a mapping of options. 
 import dataclasses
 import importlib
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -191,6 +191,9 @@ def _converted(value: Any, annotation: Any) -> Any:
 
 def _in_words(annotation: Any) -> str:
     origin = typing.get_origin(annotation)
-    if origin in (list, dict):
-        return _WORDS[origin]
-    return " or ".join(_in_words(member) for member in typing.get_args(annotation)) or _WORDS[annotation]
+    return _WORDS[origin] if origin in (list, dict) else in_words(typing.get_args(annotation) or (annotation,))
+
+
+def in_words(types: Sequence[Any]) -> str:
+    """Return what a value may be, such as "a number or null"."""
+    return " or ".join(_WORDS[kind] if kind in _WORDS else _in_words(kind) for kind in types)

@@ -2,7 +2,9 @@
 
 
 import dataclasses
+import re
 
+import numpy as np
 import pytest
 
 from hf_posttrain import DPOConfig, KDConfig, OPDConfig, SFTConfig
@@ -290,3 +292,26 @@ def test_options_of_the_last_release_in_a_checkpoint(then, changed, different, t
 def test_a_group_is_shown_as_a_recipe_has_it(options, written, tmp_path):
     assert str(OPDConfig(str(tmp_path), use_cpu=True, **options).rollouts) == written
     assert str(OPDConfig(str(tmp_path), use_cpu=True, teacher={"top_k": 4}).teacher) == "{top_k: 4, merge_eos: True}"
+
+
+@pytest.mark.parametrize(("config", "options", "message"), [
+    (DPOConfig, {"beta": "x"}, "beta must be a number or null, not 'x'"),
+    (DPOConfig, {"max_length": "a"}, "max_length must be a whole number or null, not 'a'"),
+    (OPDConfig, {"num_generations": 1.5}, "num_generations must be a whole number, not 1.5"),
+    (OPDConfig, {"temperature": True}, "temperature must be a number, not True"),
+    (SFTConfig, {"learning_rate": "fast"}, "learning_rate must be a number, not 'fast'"),
+    (SFTConfig, {"packing": 1}, "packing must be true or false, not 1"),
+    (KDConfig, {"divergence": None}, "divergence must be a text, not None"),
+])  # fmt: skip
+def test_an_option_of_another_type_is_rejected_in_python(config, options, message, tmp_path):
+    with pytest.raises(InputError, match=re.escape(message)):
+        config(str(tmp_path), use_cpu=True, **options)
+
+
+def test_numbers_of_numpy_and_paths_are_options(tmp_path):
+    args = SFTConfig(str(tmp_path), use_cpu=True, learning_rate=np.float32(1e-4), max_length=np.int64(64))
+    assert args.max_length == 64
+    assert SFTConfig(str(tmp_path), use_cpu=True, image_folder=tmp_path).image_folder == tmp_path
+    args.max_length = "64"
+    with pytest.raises(InputError, match="max_length must be a whole number or null, not '64'"):
+        args.check_changes()
