@@ -119,6 +119,7 @@ class DistillationTrainer(PostTrainer):
         """Train without the teacher, whose scores the rows have: its memory is freed."""
         for callback in self.teacher_callbacks:
             self.remove_callback(callback)
+        self.teacher_callbacks = []
         self.set_second_models([])
         self.data_collator.teacher_inputs = None
         self.teacher = None
