@@ -4,7 +4,7 @@ Legend: B examples, K branches per example, R rows of tokens, L row length, N sc
 """
 
 from dataclasses import dataclass, fields, replace
-from typing import Any, Self, TypedDict
+from typing import Any, Self, TypedDict, TypeVar
 
 import torch
 from accelerate.utils import send_to_device
@@ -99,6 +99,9 @@ class MicroBatch(ModelOutput):
     def pin_memory(self) -> Self:
         """Return a copy in pinned memory; `DataLoader` calls it."""
         return self.replace(**{name: _pinned(value) for name, value in self.items()})
+
+
+Batch = TypeVar("Batch", bound=MicroBatch)
 
 
 def _pinned(value: object) -> Any:

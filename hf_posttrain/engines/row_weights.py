@@ -1,13 +1,11 @@
 """Which of the rows that a loader has drawn count: all but those that Accelerate repeats."""
 
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 
-from ..batching.micro_batch import MicroBatch
-
-Batch = TypeVar("Batch", bound=MicroBatch)
+from ..batching.micro_batch import Batch
 
 
 def weigh_rows(batch: Batch, accelerator: Accelerator) -> Batch:

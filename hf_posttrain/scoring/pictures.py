@@ -7,18 +7,16 @@ the place of tokens of their own, in the order of the row, which is the one orde
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..batching.micro_batch import MicroBatch
+from ..batching.micro_batch import Batch
 from ..data.images import PictureReader
 from ..errors import InputError
-
-Batch = TypeVar("Batch", bound=MicroBatch)
 
 
 @dataclass

@@ -267,10 +267,10 @@ class PostTrainConfig(TrainingArguments, metaclass=_Named):
     def _validate(self) -> None:
         """Raise InputError for the first problem of the options, and build their groups."""
         if not _CHECKED.get():
-            for name, types in _simple_options(type(self)).items():
+            for name, annotation in _simple_options(type(self)).items():
                 value = getattr(self, name)
-                if not any(_is_of(value, kind) for kind in types):
-                    raise InputError(f"{name} must be {in_words(types)}, not {value!r}")
+                if not any(_is_of(value, kind) for kind in _members(annotation)):
+                    raise InputError(f"{name} must be {in_words(annotation)}, not {value!r}")
             for _, problem in rules.problems(self, self.method):
                 raise InputError(problem)
         for key, group in self.method.groups.items():
@@ -283,14 +283,17 @@ class PostTrainConfig(TrainingArguments, metaclass=_Named):
 
 
 @cache
-def _simple_options(config_class: type[PostTrainConfig]) -> dict[str, tuple[type, ...]]:
-    """Return the types of the options of this package that are numbers, switches or texts, by name."""
-    hints = get_type_hints(config_class)
+def _simple_options(config_class: type[PostTrainConfig]) -> dict[str, Any]:
+    """Return the annotations of the options of this package that are numbers, switches or texts, by name."""
     of_transformers = {field.name for field in fields(TrainingArguments)} - {"learning_rate"}
-    types = {name: get_args(hint) or (hint,) for name, hint in hints.items() if name not in of_transformers}
-    names = {field.name for field in fields(config_class)}
+    names = [field.name for field in fields(config_class) if field.name not in of_transformers]
     simple = {*_NUMBERS, bool, str, type(None)}
-    return {name: kinds for name, kinds in types.items() if name in names and {*kinds} <= simple}
+    hints = get_type_hints(config_class)
+    return {name: hints[name] for name in names if {*_members(hints[name])} <= simple}
+
+
+def _members(annotation: Any) -> tuple[Any, ...]:
+    return get_args(annotation) or (annotation,)
 
 
 _NUMBERS: dict[type, type] = {int: numbers.Integral, float: numbers.Real}

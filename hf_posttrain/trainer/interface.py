@@ -1,13 +1,13 @@
 """What a method's trainer defines, and the attributes that the parts of PostTrainer share."""
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import datasets
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 
-from ..batching.micro_batch import MicroBatch
+from ..batching.micro_batch import Batch, MicroBatch
 from ..data.dataset_type import AnyDataset
 from ..models.frozen import FrozenModel
 from ..scoring.layouts import Collator, Example
@@ -17,8 +17,6 @@ from .config import PostTrainConfig
 from .loss_units import Losses, Meter
 from .method import Method
 from .stateful import Stateful
-
-Batch = TypeVar("Batch", bound=MicroBatch)
 
 
 class TrainerInterface(Trainer):

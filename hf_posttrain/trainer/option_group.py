@@ -8,7 +8,7 @@ A group without a selector has one kind and is written as a mapping of options. 
 import dataclasses
 import importlib
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -113,7 +113,7 @@ class OptionGroup:
             try:
                 value = _converted(given, types[option])
             except ValidationError:
-                yield (full, key), f"{full} must be {_in_words(types[option])}, not {shown(given)}"
+                yield (full, key), f"{full} must be {in_words(types[option])}, not {shown(given)}"
                 continue
             limit = kind.limits.get(option)
             if limit and isinstance(value, int | float) and not limit.holds(value):
@@ -189,11 +189,9 @@ def _converted(value: Any, annotation: Any) -> Any:
     return TypeAdapter(annotation).validate_python(value)
 
 
-def _in_words(annotation: Any) -> str:
+def in_words(annotation: Any) -> str:
+    """Return what an option of this type may be, such as "a number or null"."""
     origin = typing.get_origin(annotation)
-    return _WORDS[origin] if origin in (list, dict) else in_words(typing.get_args(annotation) or (annotation,))
-
-
-def in_words(types: Sequence[Any]) -> str:
-    """Return what a value may be, such as "a number or null"."""
-    return " or ".join(_WORDS[kind] if kind in _WORDS else _in_words(kind) for kind in types)
+    if origin in (list, dict):
+        return _WORDS[origin]
+    return " or ".join(in_words(member) for member in typing.get_args(annotation)) or _WORDS[annotation]

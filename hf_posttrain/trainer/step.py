@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers.trainer_utils import has_length
 
-from ..batching.micro_batch import MicroBatch
+from ..batching.micro_batch import Batch, MicroBatch
 from ..engines import engine
 from ..engines.row_weights import weigh_rows
 from ..errors import InputError
@@ -18,7 +18,7 @@ from ..generation import rollout
 from ..scoring import forward, neftune
 from ..scoring.head import TileFunction
 from .config import PostTrainConfig
-from .interface import Batch, TrainerInterface
+from .interface import TrainerInterface
 from .router import balancing_loss
 
 
