@@ -29,7 +29,7 @@ class Feature(StrEnum):
     REFERENCE_CACHE = "precompute_ref_log_probs"
     MISMATCHED_PAIRS = "unpaired preferences"
     # rollouts
-    OFF_POLICY = "rollouts of another policy (frozen or replay)"
+    OFF_POLICY = "rollouts of another policy (any source but on_policy)"
     SCORED_EACH_STEP = "rollouts that are scored in every step (all but frozen)"
     FROZEN = "rollouts: frozen"
     REPLAY = "rollouts: replay"
@@ -102,7 +102,10 @@ CONFLICTS: tuple[tuple[Feature, Feature, str], ...] = (
     (_F.RESIDUAL, _F.OFF_POLICY, _CURRENT),
     (_F.RESIDUAL, _F.DATA_SHARE, _CURRENT),
     (_F.RESIDUAL, _F.PREFETCH, _CURRENT),
-    (_F.PRECOMPUTE, _F.SCORED_EACH_STEP, "scores would be those of other rollouts. Set rollouts: frozen"),
+    (
+        _F.PRECOMPUTE, _F.SCORED_EACH_STEP,
+        "rollouts of later steps do not exist before training. Set rollouts: frozen, or drop teacher.precompute",
+    ),
     (_F.PRECOMPUTE, _F.DATA_SHARE, "only rollouts are scored before training"),
     (_F.PRECOMPUTE, _F.MOVING_AVERAGE, "the scores would stay those of the start"),
     (_F.REPLAY, _F.OWN_PROMPT, "the replay buffer keeps no rows"),
@@ -181,7 +184,9 @@ def conflicts(features: Mapping[Feature, str]) -> Iterator[tuple[tuple[str, ...]
 
 def conflict(first: Feature, second: Feature) -> str:
     """Return the sentence of an error. Raises KeyError for features that can be combined."""
-    return f"{first} cannot be combined with {second}: {_REASONS[first, second]}. Remove one of the two"
+    reason = _REASONS[first, second]
+    fix = "" if ". " in reason else ". Remove one of the two"  # some reasons end with a fix of their own
+    return f"{first} cannot be combined with {second}: {reason}{fix}"
 
 
 def check_features(features: Mapping[Feature, str]) -> None:

@@ -60,7 +60,9 @@ def nearest(name: str, names: Iterable[str], listed: bool = True, aside: bool = 
     """The end of a message about an unknown name: the nearest valid one (in brackets if the message goes on, `aside`)
     or, if `listed`, the few valid ones."""
     names = sorted(names)
-    close = difflib.get_close_matches(name.replace("-", "_").lower(), names, n=1)
+    name = name.replace("-", "_").lower()
+    begun = [each for each in names if len(name) > 2 and each.lower().startswith(name)]
+    close = difflib.get_close_matches(name, names, n=1) or begun
     if close:
         return f" (did you mean {close[0]!r}?)" if aside else f"; did you mean {close[0]!r}?"
     return f"; valid: {', '.join(names)}" if listed and len(names) <= 12 else ""

@@ -11,7 +11,7 @@ from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import error_context
+from ..errors import InputError, error_context
 from ..methods import METHODS
 from ..recipe import build
 from ..recipe.sections import Recipe
@@ -163,7 +163,7 @@ def check(
         plan=plan.plan(rows["train"], trainer_class, config, models, engine.processes),
         memory=estimate, probe=probed,
         notes=[record.getMessage() for record in logged.buffer] + quicker_on_cpu(recipe, config, engine, models[0])
-        + [said for said in (newer_than_tested(),) if said],
+        + [said for said in (newer_than_tested(),) if said] + missing_vllm(recipe, config),
         servers=[str(problem) for problem in build.server_problems(recipe, config, peft_config)],
         teachers=[describe_teacher(name, section) for name, section in recipe.taught_by()],
         adapter=adapter,
@@ -226,6 +226,18 @@ def describe_teacher(name: str, section: Any) -> str:
     more = ["with its own tokenizer"] if section.own_tokenizer else []
     more += [f"reads {section.prompt!r} in place of the prompt"] if section.prompt is not None else []
     return f"{name}: {', '.join([said, *more])}"
+
+
+def missing_vllm(recipe: Recipe, config: Any) -> list[str]:
+    """Return a note if vLLM is to sample in the process that trains, and is not installed on this machine."""
+    from ..rollouts.vllm import check_installed
+
+    for section, options in (("train", config), ("rounds", recipe.rounds)):
+        try:
+            check_installed(getattr(options, "sampler", None))
+        except InputError as error:
+            return [f"{recipe.where(f'{section}.sampler')}: on the machine that trains, {section}.{error}"]
+    return []
 
 
 def quicker_on_cpu(recipe: Recipe, config: Any, engine: Any, model: "PreTrainedModel") -> list[str]:

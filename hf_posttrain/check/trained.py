@@ -64,7 +64,7 @@ class Sample:
             if piece.trained:
                 return f"{before[-EDGE:]!r} | {piece.text[:EDGE]!r}"
             before = piece.text
-        return "no token is trained: the student samples its own answers"
+        return "no token of the row is trained: rollouts take the place of the answer"
 
     def title(self) -> str:
         label = "" if self.label is None else ", desirable" if self.label else ", undesirable"

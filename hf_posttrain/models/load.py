@@ -16,6 +16,7 @@ from typing import Any, get_args, get_type_hints
 import peft
 import torch
 import transformers
+from huggingface_hub.constants import HF_HUB_OFFLINE
 from safetensors import SafetensorError
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations import deepspeed as hf_deepspeed
@@ -466,5 +467,9 @@ def names_the_source(what: str, name: str) -> Iterator[None]:
         first = f"its files lack {first}" if isinstance(error, LookupError) else first
         if (path := Path(name)).exists():
             raise InputError(f"{what} {name}: {first}") from error
-        hub = "" if is_local(name) else f"; from the Hub: {first}"
+        hub = f"; from the Hub: {first}"
+        if is_local(name):
+            hub = ""
+        elif HF_HUB_OFFLINE:
+            hub = ", and with HF_HUB_OFFLINE the hub is not asked"
         raise InputError(f"{what} {name}: no such folder{hub}{nearest_path(path)}") from error

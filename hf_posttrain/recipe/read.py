@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from ..errors import InputError, LaunchError, error_context
+from ..errors import InputError, LaunchError
 from ..methods import METHODS
 from ..models.section import ModelSection
 from ..rollouts.options import SAMPLERS
@@ -97,7 +97,7 @@ def read_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
             setattr(section, name, found(getattr(section, name), f"{key}.{name}"))
         # `lora` is a plain mapping of peft's names and our friendly ones
         if section.lora is not None:
-            section.lora = _checked(recipe, lora_fields, section.lora, f"{key}.lora", {f"{key}.lora.rank": "use r"}.get)
+            section.lora = _checked(recipe, lora_fields, section.lora, f"{key}.lora", _advise_lora)
     if recipe.rounds and recipe.rounds.judge.by in MODELS:
         recipe.rounds.judge.name = found(recipe.rounds.judge.name, "rounds.judge.name")
     for key, source in recipe.sources():
@@ -131,21 +131,23 @@ def _with_new_names(tree: dict[Any, Any], places: dict[str, Any]) -> dict[Any, A
         "train": (method.groups if method else {}, train_fields(method.name) if method else ()),
         "rounds": ({"sampler": SAMPLERS}, fields_of(RoundsSection)),
     }
-    warned: dict[str, str] = {}
     for section, (groups, known) in sections.items():
         if not isinstance(tree.get(section), dict):
             continue
-        with error_context(places[""]):
-            values, renamed = with_new_names(tree[section], groups, known)
+        place = partial(_start_of_error, places, section)
+        values, renamed = with_new_names(tree[section], groups, known, place)
         tree = tree | {section: values}
-        for old, new in renamed.items():
-            place = places.get(f"{section}.{old}")
-            for key in (f"{section}.{new}", f"{section}.{new.partition('.')[0]}"):
-                if place is not None:
-                    places.setdefault(key, place)
-        warned |= {f"{section}.{old}": f"{section}.{new}" for old, new in renamed.items()}
-    warn_of_old_names(warned)
+        for old, options in renamed.items():
+            for new in options:
+                for key in (new, new.partition(".")[0]):
+                    places.setdefault(f"{section}.{key}", place_of(places, f"{section}.{old}"))
+        warn_of_old_names(renamed, f"{section}.")
     return tree
+
+
+def _start_of_error(places: dict[str, str], section: str, option: str) -> str:
+    """Return the place of an option as errors begin with it."""
+    return f"{place_of(places, f'{section}.{option}')}: {section}."
 
 
 def _normalised(path: Path) -> str:
@@ -212,13 +214,20 @@ def _checked(recipe: Recipe, fields: Callable[..., Fields], values: Any, key: st
     return build(fields(imported=True), values, key, recipe.where, advice)
 
 
+def _advise_lora(key: str) -> str | None:
+    """Return what to write instead of a key of `model.lora` that does not exist."""
+    names = {"rank": "r", "ranks": "r", "lora_rank": "r", "lora_r": "r", "target": "target_modules"}
+    name = names.get(key.rpartition(".")[2])
+    return f"use {name}" if name else None
+
+
 def _advise(method: Any, key: str) -> str | None:
     """What to write instead of a key that does not exist, such as "write model.lora"; None for a name known nowhere."""
     method = next((name for name in METHODS if name == method), None)  # anything may have been given
     section, _, name = re.sub(r"\.\d+\.", ".", key).rpartition(".")
     owner = METHODS[method].config_name if method else ""
     if section == "train" and (group := RENAMED.get(name, "").partition(".")[0]) and (methods := owners(group)):
-        return f"its name is now {RENAMED[name]}, of method {' or '.join(methods)}, not of {method}"
+        return f"its name is now {RENAMED[name]}, which method {method} does not have, only {' and '.join(methods)}"
     if section == "train" and (instead := instead_of(name, "recipe", owner)):
         return instead
     if meant := _ELSEWHERE.get(f"{section}.{name}") or _ELSEWHERE.get(name):
@@ -230,8 +239,8 @@ def _advise(method: Any, key: str) -> str | None:
             return f"write {other}.{name}"
     in_rounds = name in fields_of(RoundsSection)
     if section in ("", "train") and (methods := owners(name)):
-        more = f"; for rounds write rounds.{name}" if in_rounds else ""
-        return f"it is of method {' or '.join(methods)}, not of {method}{more}"
+        more = f", or write rounds.{name} for rounds" if in_rounds else ""
+        return f"method {method} has no such option, only {' and '.join(methods)}. Remove it{more}"
     if in_rounds and section != "rounds":
         return f"write rounds.{name}"
     return None

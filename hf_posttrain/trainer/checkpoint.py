@@ -233,7 +233,9 @@ def _is_readable(file: Path) -> bool:
 def obstacles(trainer: Any, checkpoint: Path) -> Iterator[str]:
     """Why this run would not go on as the one that wrote the checkpoint; the first is to be told."""
     adapter, this = (checkpoint / "adapter_config.json").exists(), f"the checkpoint {checkpoint}"
-    weights = f"model.lora=null model.adapter={checkpoint}" if adapter else f"model.name_or_path={checkpoint}"
+    weights = f"model.name_or_path={checkpoint} model.from_scratch=false"
+    if adapter:
+        weights = f"model.lora=null model.adapter={checkpoint}"
     restart = f"start a new run from its weights ({weights})"
     if not checkpoint.is_dir():
         yield f"resume_from_checkpoint: there is no folder {checkpoint}{nearest_path(checkpoint)}"
@@ -265,7 +267,7 @@ def obstacles(trainer: Any, checkpoint: Path) -> Iterator[str]:
         now_run.pop("start_weights", None)  # the model was loaded from the checkpoint, which has them anyway
     if found := same_run.differences(then.get("run", {}), now_run, trainer.args.resume_despite, trainer.method.groups):
         lines, sections = list(found.values()), dict.fromkeys(key.partition(".")[0] for key in found)
-        way = f"{restart}, or insist: resume_despite: [{named(sections)}]"
+        way = f"{restart}, or set train.resume_despite: [{named(sections)}]"
         if fixed := [key for key in found if key in same_run.IN_STATE]:
             way = f"or {restart}: the optimizer keeps the former {named(fixed)}"
         more = f"; {len(lines) - 6} more" if len(lines) > 6 else ""
@@ -342,7 +344,7 @@ def without_pickled_code(trainer: TrainerInterface) -> Iterator[None]:
         found = re.search(r"GLOBAL (\S+)", str(error))
         raise InputError(
             f"the checkpoint would run code when DeepSpeed reads it ({found[1] if found else 'a pickle'}): if it is of "
-            "your own writing, resume_despite: [pickle] lets it"
+            "your own writing, train.resume_despite: [pickle] lets it"
         ) from error
     finally:
         os.environ.pop(_FORCED) if before is None else os.environ.update({_FORCED: before})

@@ -91,15 +91,19 @@ class OptionGroup:
         if self.optional and self.selector and self.selector not in mapping:
             yield (key,), f"{key} requires {key}.{self.selector}, which is one of {', '.join(self.kinds)}"
             return
+        named = self.selector in mapping
         name = mapping.pop(self.selector, next(iter(self.kinds)))
         if not isinstance(name, str) or name not in self.kinds:
             hint = nearest(str(name), self.kinds, listed=False)
-            yield (f"{key}.{self.selector}", key), f"{key}={name!r} is not one of {', '.join(self.kinds)}{hint}"
+            full = f"{key}.{self.selector}" if isinstance(value, Mapping) else key
+            yield (f"{key}.{self.selector}", key), f"{full}={name!r} is not one of {', '.join(self.kinds)}{hint}"
             return
-        yield from self._of_options(key, mapping, self.kinds[name])
+        yield from self._of_options(key, mapping, self.kinds[name], named)
 
-    def _of_options(self, key: str, mapping: Mapping[str, Any], kind: type[OptionKind]) -> Iterator[Problem]:
-        """Yield what is wrong with the options that are given for a kind."""
+    def _of_options(
+        self, key: str, mapping: Mapping[str, Any], kind: type[OptionKind], named: bool
+    ) -> Iterator[Problem]:
+        """Yield what is wrong with the options that are given for a kind. named: whether the kind is given too."""
         options = {option.name: option for option in dataclasses.fields(kind)}
         types = typing.get_type_hints(kind)
         of_kind = f" of {self.selector} {kind.kind}" if self.selector else ""
@@ -107,8 +111,11 @@ class OptionGroup:
             full = f"{key}.{option}"
             if option not in options:
                 owners = self.kinds_with(option)
-                hint = f". It is an option of {' and '.join(owners)}" if owners else nearest(str(option), options)
-                yield (full, key), f"{full} is not an option{of_kind}{hint}"
+                default = "" if named or not self.selector else ", the default"
+                hint = nearest(str(option), options)
+                if owners:
+                    hint = f". Set {key}.{self.selector}: {' or '.join(owners)}, or remove it"
+                yield (full, key), f"{full} is not an option{of_kind}{default}{hint}"
                 continue
             try:
                 value = _converted(given, types[option])

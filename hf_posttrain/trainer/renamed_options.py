@@ -1,10 +1,10 @@
 """Options that are now part of a group, under their names of the last release, which work for one more."""
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
-from ..errors import InputError
+from ..errors import InputError, shown
 from .option_group import OptionGroup
 
 logger = logging.getLogger(__name__)
@@ -43,80 +43,96 @@ _DEFAULTS: dict[str, Any] = {
 """Old name -> its default, where that is not None. The new options have the same defaults."""
 
 
-def with_new_names(
-    given: Mapping[str, Any], groups: Mapping[str, OptionGroup], known: Collection[str]
-) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return options with their new names, and those that were renamed: old name -> new name.
+def _no_place(option: str) -> str:
+    """Return the place of an option that Python gives: none."""
+    return ""
 
-    Old names with their defaults are left out. groups: of the Config or section; known: the names of its options.
+
+def with_new_names(
+    given: Mapping[str, Any],
+    groups: Mapping[str, OptionGroup],
+    known: Collection[str],
+    place: Callable[[str], str] = _no_place,
+) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """Return options with their new names, and those that were renamed: old name -> new options with their values.
+
+    An old option with its default is left out, and has no new options. groups: of the Config or section; known: the
+    names of its options; place: start of an error about an option, such as "recipe.yaml:3: ".
     Raises InputError for old options that exclude each other, and for an option that is given under both names.
     """
     values = dict(given)
-    moved: dict[str, Any] = {}
-    for old, new in RENAMED.items():
+    old: dict[str, Any] = {}
+    for name, new in RENAMED.items():
         key = new.partition(".")[0]
         # skew_alpha was an option of methods with a teacher
         has_option = key in known and ("teacher" in groups if new == "beta" else key in groups)
-        if old not in values or old in known or not has_option:
-            continue
-        value = values.pop(old)
-        if value is not None and value != _DEFAULTS.get(old):
-            moved[old] = value
-    renamed = {old: RENAMED[old] for old in moved}
+        if name in values and name not in known and has_option:
+            old[name] = values.pop(name)
+    changed = {name: value for name, value in old.items() if value is not None and value != _DEFAULTS.get(name)}
+    for name, problem in _conflicts(changed, values):
+        raise InputError(place(name) + problem)
+
+    renamed = {name: _new_options(name, changed) if name in changed else {} for name in old}
     if values.get("rollouts") == "live" and "rollouts" in groups:
         values["rollouts"] = "on_policy"
-        renamed["rollouts: live"] = "rollouts: on_policy"
-
-    _check(moved, values)
-    for new, value in _new_options(moved).items():
-        key, _, option = new.partition(".")
-        group = groups.get(key)
-        current = values.get(key)
-        if group is None:
-            options = {} if current is None else {option: current}
-        else:
-            options = ({} if current is None else group.as_mapping(current)) or {}
-        if options.get(option) not in (None, value):
-            raise InputError(f"{new} is given under an old name too: remove {_old(new, renamed)}")
-        values[key] = value if group is None else options | {option: value}
+        renamed["rollouts"] = {"rollouts": "on_policy"}
+    for name in changed:
+        for new, value in renamed[name].items():
+            key, _, option = new.partition(".")
+            group = groups.get(key)
+            options: Mapping[str, Any] = {option: values.get(key)}
+            if group is not None:
+                options = group.as_mapping(values.get(key)) or {}
+            if options.get(option) not in (None, value):
+                raise InputError(f"{place(name)}{new} is given under an old name too: remove {name}")
+            values[key] = value if group is None else {**options, option: value}
     return values, renamed
 
 
-def _check(moved: Mapping[str, Any], values: Mapping[str, Any]) -> None:
-    """Raise InputError for old options that excluded each other."""
+def _conflicts(changed: Mapping[str, Any], values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield what is wrong with old options that exclude each other: the name of one, and a sentence."""
     loss = values.get("divergence") or values.get("loss_type") or "the default loss"
-    if "skew_alpha" in moved and not str(loss).startswith("skew"):
-        raise InputError(f"skew_alpha, now beta, is only valid with skew_forward_kl and skew_reverse_kl, not {loss}")
-    if "vllm_mode" in moved and "rollout" not in moved:
-        raise InputError("vllm_mode is only valid with rollout: vllm. Use sampler: vllm_colocate or vllm_server")
-    if {"teacher_top_k", "precompute_teacher_top_k"} <= moved.keys():
+    if "skew_alpha" in changed and not str(loss).startswith("skew"):
+        problem = f"skew_alpha, now beta, is only valid with skew_forward_kl and skew_reverse_kl, not {loss}"
+        yield "skew_alpha", f"{problem}. Remove it"
+    if "vllm_mode" in changed and "rollout" not in changed:
+        yield "vllm_mode", "vllm_mode is only valid with rollout: vllm. Use sampler: vllm_colocate or vllm_server"
+    if {"teacher_top_k", "precompute_teacher_top_k"} <= changed.keys():
         problem = "teacher_top_k cannot be combined with precompute_teacher_top_k"
-        raise InputError(f"{problem}. Use teacher: {{top_k: K, precompute: true}}")
-    if moved.get("rollout_ahead", 1) != 1:
-        raise InputError(f"rollout_ahead={moved['rollout_ahead']!r} must be 0 or 1. Use sampler.prefetch")
+        yield "precompute_teacher_top_k", f"{problem}. Use teacher: {{top_k: K, precompute: true}}"
+    if changed.get("rollout_ahead", 1) != 1:
+        problem = f"rollout_ahead={changed['rollout_ahead']!r} must be 0 or 1"
+        yield "rollout_ahead", f"{problem}. Use sampler: {{kind: vllm_server, prefetch: true}}"
 
 
-def _new_options(moved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return new name -> value."""
-    options: dict[str, Any] = {RENAMED[old]: value for old, value in moved.items()}
-    if "rollout" in moved:
-        on_server = "rollout_ahead" in moved or "vllm_server_base_url" in moved
-        of_vllm = f"vllm_{moved.get('vllm_mode', 'server' if on_server else 'colocate')}"
-        options["sampler.kind"] = of_vllm if moved["rollout"] == "vllm" else moved["rollout"]
-    if "rollout_ahead" in moved:
-        options["sampler.prefetch"] = True
-    if "precompute_teacher_top_k" in moved:
-        options["teacher.top_k"] = moved["precompute_teacher_top_k"]
-        options["teacher.precompute"] = True
-    return options
+def _new_options(name: str, changed: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options, new name -> value, that an old one stands for among all that are not at their defaults."""
+    value = changed[name]
+    if name in ("rollout", "vllm_mode"):
+        on_server = "rollout_ahead" in changed or "vllm_server_base_url" in changed
+        of_vllm = f"vllm_{changed.get('vllm_mode', 'server' if on_server else 'colocate')}"
+        return {"sampler.kind": of_vllm if changed["rollout"] == "vllm" else changed["rollout"]}
+    if name == "rollout_ahead":
+        return {"sampler.prefetch": True}
+    if name == "precompute_teacher_top_k":
+        return {"teacher.top_k": value, "teacher.precompute": True}
+    return {RENAMED[name]: value}
 
 
-def warn_of_old_names(renamed: Mapping[str, str]) -> None:
-    """Log one warning that names the new options, if any option has its old name."""
-    if renamed:
-        pairs = ", ".join(f"{old} -> {new}" for old, new in renamed.items())
-        logger.warning("options have new names; the old ones work in this release only: %s", pairs)
+def warn_of_old_names(renamed: Mapping[str, Mapping[str, Any]], prefix: str = "") -> None:
+    """Log one warning that names the new options with their values, if any option has its old name.
+
+    renamed: as `with_new_names` returns it; prefix: of all names, such as "train.".
+    """
+    changes = []
+    for name, options in renamed.items():
+        old = f"{prefix}{name}: live" if name in options else f"{prefix}{name}"
+        new = ", ".join(f"{prefix}{option}: {_written(value)}" for option, value in options.items())
+        changes.append(f"{old} -> {new or 'remove it (its default)'}")
+    if changes:
+        logger.warning("options have new names; the old ones work in this release only: %s", "; ".join(changes))
 
 
-def _old(new: str, renamed: Mapping[str, str]) -> str:
-    return next((old for old, name in renamed.items() if name == new), "precompute_teacher_top_k")
+def _written(value: object) -> str:
+    """Return a value as recipes have it."""
+    return str(value).lower() if isinstance(value, bool) else shown(value)

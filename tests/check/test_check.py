@@ -150,7 +150,12 @@ def test_fewer_rows_than_a_step_takes_are_the_step(folder):
 def test_rollouts_by_vllm_are_planned_where_vllm_is_not(folder):
     rollouts = ["method=opd", "teacher={name_or_path: tiny, from_scratch: true}", "train.max_completion_length=8"]
     assert "generation" in checked(*rollouts).memory.phases
-    assert "generation" not in checked(*rollouts, "train.sampler=vllm_colocate").memory.phases
+    by_vllm = checked(*rollouts, "train.sampler=vllm_colocate")
+    assert "generation" not in by_vllm.memory.phases
+    missing = "command line: on the machine that trains, train.sampler: vllm_colocate requires the package vllm"
+    assert [note for note in by_vllm.notes if note.startswith(missing)]
+    judged = checked("rounds={count: 1, judge: exact_match, sampler: vllm_colocate}")
+    assert [note for note in judged.notes if "rounds.sampler: vllm_colocate requires the package vllm" in note]
 
 
 @pytest.mark.slow

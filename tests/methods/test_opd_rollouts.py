@@ -264,7 +264,7 @@ def test_the_sign_has_the_gradient_of_its_definition(tmp_path, monkeypatch):
      ({"token_weights": "bounded", "loss_type": "policy_gradient", "num_generations": 2,
        "reward": {"function": "exact_match"}}, "cannot be combined with reward"),
      ({"rollouts": "replay", "loss_type": "policy_gradient"}, "biased"),
-     ({"rollouts": {"fresh_fraction": 0.5}}, "not an option of source on_policy. It is an option of replay"),
+     ({"rollouts": {"fresh_fraction": 0.5}}, "not an option of source on_policy, the default. Set rollouts.s"),
      ({"rollouts": "stale"}, "rollouts"), ({"rollouts": "frozen", "lmbda": 0.0}, "no rollouts are sampled"),
      ({"token_weights": 3}, "must be one of cumulative, top_share, .* not 3"),
      ({"token_weights": {"share": 0.5}}, "token_weights requires token_weights.name"),

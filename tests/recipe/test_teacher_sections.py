@@ -149,7 +149,7 @@ def test_check_says_that_a_server_is_not_there(home, capsys):
         ("kd", {"name_or_path": "other", "own_tokenizer": True}, None, {"temperature": 2.0}, "temperature=2 cannot be"),
         ("opd", {**LOCAL, "prompt": HINTED}, None, {"rollouts": "replay"}, "the replay buffer keeps no rows"),
         ("kd", {**LOCAL, "prompt": HINTED}, None, {"completion_only_loss": False}, "another text before the answer"),
-        ("opd", LOCAL, None, {"sampler": {"prefetch": True}}, "not an option of kind policy. It is an"),
+        ("opd", LOCAL, None, {"sampler": {"prefetch": True}}, "not an option of kind policy, the default. Set s"),
     ],
 )  # fmt: skip
 def test_mistakes_are_told_in_one_line(method, teacher, teachers, train, message, home, capsys):

@@ -86,8 +86,8 @@ def test_a_group_is_a_name_or_a_mapping(group, value, expected):
         (SAMPLERS, "vllm", "option='vllm' is not one of policy, vllm_colocate, vllm_server"),
         (SAMPLERS, 3, "option must be one of policy, vllm_colocate, vllm_server, or a mapping such as {kind: policy}"),
         (SAMPLERS, "{", "option must be one of"),
-        (SAMPLERS, {"batchsize": 3}, "option.batchsize is not an option of kind policy; did you mean 'batch_size'?"),
-        (SAMPLERS, {"prefetch": True}, "option.prefetch is not an option of kind policy. It is an option of vllm_ser"),
+        (SAMPLERS, {"batchsize": 3}, "not an option of kind policy, the default; did you mean 'batch_size'?"),
+        (SAMPLERS, {"prefetch": True}, "not an option of kind policy, the default. Set option.kind: vllm_server, or"),
         (SAMPLERS, {"batch_size": True}, "option.batch_size must be a whole number or null, not True"),
         (SAMPLERS, {"batch_size": 0}, "option.batch_size=0 must be at least 1"),
         (SAMPLERS, {"kind": "vllm_server"}, "option requires option.base_url of kind vllm_server"),
@@ -133,6 +133,26 @@ def test_old_names_work_with_one_warning(method, old, new, tmp_path, caplog):
     assert found.beta == expected.beta
     assert len(caplog.messages) == 1
     assert "options have new names; the old ones work in this release only: " in caplog.text
+    for name in old.keys() - {"divergence", "rollouts"}:
+        assert f"{name} -> " in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "warning"),
+    [
+        ({"fresh": 0.25}, "fresh -> remove it (its default)"),
+        ({"horizon": None}, "horizon -> remove it (its default)"),
+        ({"rollouts": "live"}, "rollouts: live -> rollouts: 'on_policy'"),
+        ({"rollout": "vllm", "vllm_mode": "server", "vllm_server_base_url": "http://a:1"},
+         "rollout -> sampler.kind: 'vllm_server'; vllm_mode -> sampler.kind: 'vllm_server'; "
+         "vllm_server_base_url -> sampler.base_url: 'http://a:1'"),
+        ({"precompute_teacher_top_k": 4, "rollouts": "frozen"},
+         "precompute_teacher_top_k -> teacher.top_k: 4, teacher.precompute: true"),
+    ],
+)  # fmt: skip
+def test_the_warning_of_an_old_name_has_the_new_values(options, warning, tmp_path, caplog):
+    config("opd", tmp_path, **options)
+    assert caplog.messages == [f"options have new names; the old ones work in this release only: {warning}"]
 
 
 @pytest.mark.parametrize(("method", "old", "new"), [case for case in OLD if "teacher_prompt" not in case[1]])
@@ -155,8 +175,10 @@ def test_an_error_of_an_old_name_has_its_place(tmp_path, monkeypatch):
     (tmp_path / "recipe.yaml").write_text(RECIPE.format(method="opd") + "  horizon: 4000\n")
     with pytest.raises(InputError, match=r"recipe.yaml:7: train.rollouts.train_max_tokens=4000 is not between 1 and"):
         load_recipe("recipe.yaml")
-    with pytest.raises(InputError, match=r"rollouts\.train_max_tokens is given under an old name too: remove horizon"):
+    with pytest.raises(InputError, match=r"recipe.yaml:7: train.rollouts\.train_max_tokens is given .*: remove h"):
         load_recipe("recipe.yaml", ["train.rollouts={train_max_tokens: 3}"])
+    with pytest.raises(InputError, match=r"^command line: train.vllm_mode is only valid with rollout: vllm"):
+        load_recipe("recipe.yaml", ["train.vllm_mode=server"])
 
 
 def test_options_of_the_comparison_stand_in_the_teacher_section(tmp_path, monkeypatch):
@@ -230,7 +252,7 @@ def test_every_option_of_a_group_has_a_help_text():
         ("opd", {"rollout": "vllm", "rollout_ahead": 2}, "rollout_ahead=2 must be 0 or 1"),
         ("opd", {"loss_type": "jsd", "skew_alpha": 0.3}, "skew_alpha, now beta, is only valid with skew_forward_kl"),
         ("opd", {"teacher_top_k": 5, "teacher": {"top_k": 6}}, "teacher.top_k is given under an old name too"),
-        ("opd", {"rollout": ["vllm"]}, r"sampler=\['vllm'\] is not one of"),
+        ("opd", {"rollout": ["vllm"]}, r"sampler.kind=\['vllm'\] is not one of"),
         ("dpo", {"skew_alpha": 0.3}, "DPOConfig has no skew_alpha"),
         ("kd", {"teacher_rest": "residual"}, "top_k_remainder='residual' is only valid with method opd"),
         ("opd", {"rollouts": {"source": ["a"]}}, "is not one of on_policy, frozen, replay"),

@@ -243,7 +243,7 @@ def test_what_zero3_has_cut_is_known_by_this_ranks_part(monkeypatch):
 
 def test_a_run_that_began_with_other_weights_is_refused_unless_they_are_the_checkpoints(whole, tmp_path):
     """All weights come from the checkpoint, so that those of a model that was trained anew in its folder would go."""
-    with pytest.raises(InputError, match=r"start_weights: then .*insist: resume_despite: \[start_weights\]"):
+    with pytest.raises(InputError, match=r"start_weights: then .*set train.resume_despite: \[start_weights\]"):
         resume(whole, "sft", tmp_path, model=tiny_model(seed=1, attention_dropout=0.1))
     _, expected, expected_weights = whole("sft")
     own = AutoModelForCausalLM.from_pretrained(tmp_path / "resumed" / "checkpoint-2", attention_dropout=0.1)
@@ -272,7 +272,7 @@ def test_a_checkpoint_beyond_the_last_step_is_refused(fewer, tmp_path):
 
 def test_who_insists_may_resume_with_other_settings(whole, tmp_path):
     rows = token_rows("sft", 12)
-    with pytest.raises(InputError, match=r"insist: resume_despite: \[max_grad_norm, train_dataset\]"):
+    with pytest.raises(InputError, match=r"set train.resume_despite: \[max_grad_norm, train_dataset\]"):
         resume(whole, "sft", tmp_path, rows=rows, max_grad_norm=0.5)
     resume(whole, "sft", tmp_path, rows=rows, max_grad_norm=0.5, resume_despite=["train_dataset", "max_grad_norm"])
     # what comes with the optimizer would stay as it was
