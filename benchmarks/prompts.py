@@ -5,7 +5,7 @@
 
 Both as DPO has them, forward and backward of the policy in float32: time of a step and bytes that the backward keeps,
 by layout, and by how much the log-probability of an answer is another than in the padded layout. Layouts take turns;
-the time is the median. Gradients are compared in tests/scoring/test_states.py and tests/methods/test_pictures.py.
+the time is the median. Gradients are compared in tests/scoring/test_recurrent_segments.py and tests/methods/test_pictures.py.
 """
 
 import argparse
@@ -20,14 +20,14 @@ from PIL import Image
 from torch import Tensor
 
 from hf_posttrain.batching.micro_batch import MicroBatch
-from hf_posttrain.check.kept import Kept
+from hf_posttrain.check.saved_tensors import Kept
 from hf_posttrain.data.images import PictureReader, stored
 from hf_posttrain.models.load import without_videos
 from hf_posttrain.scoring import forward
 from hf_posttrain.scoring.attention_selection import choose_attention, row_multiple
 from hf_posttrain.scoring.head import LogProb
 from hf_posttrain.scoring.layouts import Branch, Example, collate
-from hf_posttrain.scoring.pictures import Pictures
+from hf_posttrain.scoring.vision_inputs import Pictures
 
 tf: Any = transformers  # its classes come lazily
 

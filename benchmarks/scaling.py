@@ -81,8 +81,8 @@ def measure(given: dict[str, Any], size: dict[str, int]) -> dict[str, float]:
 
     from hf_posttrain.scoring import forward
     from hf_posttrain.scoring.attention_selection import choose_attention, row_multiple
-    from hf_posttrain.scoring.choose_layout import choose_layout
     from hf_posttrain.scoring.head import LogProb
+    from hf_posttrain.scoring.layout_selection import choose_layout
 
     from .flops import wait
     from .worker import GB, memory, peak_memory

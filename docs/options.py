@@ -24,10 +24,10 @@ from hf_posttrain.capabilities import CONFLICTS
 from hf_posttrain.methods import METHODS, config_class
 from hf_posttrain.methods.distillation import DistillationConfig
 from hf_posttrain.methods.sft import SupervisedOptions
-from hf_posttrain.models.section import ModelSection, TeacherSection
+from hf_posttrain.models.config import ModelSection, TeacherSection
 from hf_posttrain.recipe.sections import Source
-from hf_posttrain.rounds.judges.section import JudgeSection
-from hf_posttrain.rounds.section import PairSection, RoundsSection
+from hf_posttrain.rounds.config import PairSection, RoundsSection
+from hf_posttrain.rounds.judges.config import JudgeSection
 from hf_posttrain.trainer.config import PostTrainConfig, ReferenceOptions
 
 HERE = Path(__file__).parent

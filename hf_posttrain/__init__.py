@@ -11,7 +11,8 @@ from .methods import METHODS
 
 __version__ = "0.1.0"
 _MODULES = {name: method.module for method in METHODS.values() for name in (method.config_name, method.trainer_name)}
-_MODULES["TeacherSection"] = "hf_posttrain.models.section"
+_MODULES["TeacherSection"] = "hf_posttrain.models.config"
+_MODULES["in_rounds"] = "hf_posttrain.rounds.iterative_trainer"
 _OF_SCRIPTS = (
     "DatasetConfig", "DatasetMixtureConfig", "ModelConfig", "ScriptArguments", "TrlParser", "get_dataset",
     "get_kbit_device_map", "get_peft_config", "get_quantization_config",

@@ -178,7 +178,7 @@ def run(recipe: Recipe) -> dict[str, float]:
     for warning in found_wrong:
         logger.warning("%s", warning)
     if config.device.type != "cpu":
-        from .check.spare_checkpointing import spare_checkpointing
+        from .check.auto_checkpointing import spare_checkpointing
 
         spare_checkpointing(recipe, config, trainer_class, rows)
     # from here on files are written and weights loaded

@@ -39,14 +39,14 @@ from hf_posttrain.data.formats import detect, our_name
 from hf_posttrain.errors import InputError
 from hf_posttrain.methods import METHODS as TABLE
 from hf_posttrain.methods import config_class
-from hf_posttrain.models.section import ModelSection, TeacherSection
+from hf_posttrain.models.config import ModelSection, TeacherSection
+from hf_posttrain.monitoring import symptoms as watch
 from hf_posttrain.recipe import build as parts
 from hf_posttrain.recipe import cli as arguments
 from hf_posttrain.recipe.read import load_recipe, train_config
 from hf_posttrain.recipe.sections import Source
 from hf_posttrain.report import callbacks, charts
 from hf_posttrain.trainer.config import PostTrainConfig
-from hf_posttrain.watch import symptoms as watch
 
 PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 METHODS = tuple(TABLE)

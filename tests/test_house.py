@@ -21,7 +21,7 @@ LEVELS = (  # each may import those below it, and its own level without a circle
     {"rollouts"},
     {"teachers"},
     {"trainer"},
-    {"watch", "models", "generation", "engines"},
+    {"monitoring", "models", "generation", "engines"},
     {"scoring", "data"},
     {"batching", "losses"},
     {"errors", "capabilities", "options"},

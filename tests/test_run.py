@@ -337,7 +337,7 @@ def test_what_torch_would_refuse_later_is_refused_at_once(folder, capsys):
 
 
 def test_our_warnings_are_labelled_and_noise_of_others_is_left_out(monkeypatch):
-    record = logging.LogRecord("hf_posttrain.watch", logging.WARNING, "f", 1, "the loss is %s", ("odd",), None)
+    record = logging.LogRecord("hf_posttrain.monitoring", logging.WARNING, "f", 1, "the loss is %s", ("odd",), None)
     assert run.Labelled().format(record) == "warning: the loss is odd"
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     assert run.Labelled().format(record) == "\033[33mwarning:\033[0m the loss is odd"

@@ -7,8 +7,8 @@ from pathlib import Path
 from models_for_tests import tiny_model
 from training_for_tests import token_rows, trainer_for
 
-from hf_posttrain.generation import choose_way, rollout
-from hf_posttrain.watch import versions
+from hf_posttrain.generation import rollout, sampler_selection
+from hf_posttrain.monitoring import versions
 
 
 def test_the_tested_versions_are_those_of_constraints_txt():
@@ -26,7 +26,7 @@ def test_a_newer_version_is_told_at_the_start_and_an_older_one_is_not(tmp_path, 
 
 
 def test_a_slower_way_to_sample_is_told_with_its_reason(monkeypatch, caplog):
-    monkeypatch.setattr(choose_way, "cache_argument", lambda kind: "")
+    monkeypatch.setattr(sampler_selection, "cache_argument", lambda kind: "")
     with caplog.at_level(logging.INFO):
         rollout.generate(tiny_model(), [[1, 2, 3]], 3, [], 256)
     assert "is sampled by transformers' generate, which is slower: its forward takes no cache" in caplog.text

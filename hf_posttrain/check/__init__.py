@@ -68,7 +68,7 @@ class Check:
 
     def text(self, colour: bool) -> str:
         """The page that --check prints. colour: for a terminal; else trained tokens are in [[double brackets]]."""
-        from .trained import BOLD, PLAIN, RED, YELLOW
+        from .token_preview import BOLD, PLAIN, RED, YELLOW
 
         def paint(words: str, code: str) -> str:
             return f"{code}{words}{PLAIN}" if colour else words
@@ -119,10 +119,10 @@ def check(
         config.sampler = SAMPLERS.build("sampler", recipe.train["sampler"])
     from ..data.lengths import warn_if_too_long
     from ..data.prepare import noted
+    from ..monitoring.versions import newer_than_tested
     from ..recipe.datasets import audit_data, prepare_data
-    from ..watch.versions import newer_than_tested
-    from . import memory, placement, plan, probe, trained
-    from .spare_checkpointing import spare_checkpointing
+    from . import memory, placement, plan, probe, token_preview
+    from .auto_checkpointing import spare_checkpointing
 
     # on all ranks: what a run does first, and the warnings that are logged meanwhile
     tokenizer, peft_config = build.check_models(recipe)
@@ -159,7 +159,7 @@ def check(
     resolved, data = recipe.to_dict(), audit_data(recipe, raw, tokenizer, config)
     return Check(
         str(recipe.path), recipe.method, resolved, resolved["train"], defaulted, data,
-        tokens=trained.audit_tokens(recipe, tokenizer, config, models, raw),
+        tokens=token_preview.audit_tokens(recipe, tokenizer, config, models, raw),
         plan=plan.plan(rows["train"], trainer_class, config, models, engine.processes),
         memory=estimate, probe=probed,
         notes=[record.getMessage() for record in logged.buffer] + quicker_on_cpu(recipe, config, engine, models[0])
@@ -187,8 +187,8 @@ def fitted_models(
     from ..models.adapters import describe_adapter
     from ..models.load import check_tokenizer_fits, load_skeleton, load_tokenizer, weights_dtype, with_saved_adapter
     from ..models.policy import with_supported_checkpointing
-    from ..scoring.choose_layout import choose_layout
     from ..scoring.forward import causal_lm
+    from ..scoring.layout_selection import choose_layout
     from ..teachers.self_teacher import check_average
     from ..trainer.policy import make_policy
 

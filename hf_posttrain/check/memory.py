@@ -20,20 +20,20 @@ from ..data.lengths import longest, planned_passes
 from ..generation.batch_size import CACHE_SHARE, LOGIT_BYTES, even_parts
 from ..generation.rollout import GrowingLayer
 from ..methods.rules import REFERENCE_FREE
-from ..models.section import section_of
+from ..models.config import section_of
+from ..monitoring.symptoms import listed
 from ..recipe.sections import Recipe
 from ..rollouts.options import PolicySamplerOptions, VLLMColocateOptions
-from ..rounds.draw import piece_size
-from ..rounds.judges.section import MODELS
+from ..rounds.judges.config import MODELS
+from ..rounds.sample_and_judge import piece_size
 from ..scoring.attention_selection import row_multiple
-from ..scoring.choose_layout import able
 from ..scoring.head import BYTES_PER_LOGIT, META_MEMORY, kept_logits, tile_rows
+from ..scoring.layout_selection import able
 from ..scoring.layouts import collate
 from ..teachers.options import precomputes
 from ..trainer.base import PostTrainer
 from ..trainer.config import PostTrainConfig
 from ..trainer.option_group import OptionKind
-from ..watch.symptoms import listed
 from .placement import Engine, Shapes, engine_asked, policy_on
 from .plan import planned_examples
 

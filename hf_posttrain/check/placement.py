@@ -19,11 +19,11 @@ from ..engines import launch
 from ..engines.config_files import check_accelerate_file
 from ..errors import InputError
 from ..models import adapters, load
+from ..models.config import ModelSection
 from ..models.policy import freeze_vision
-from ..models.section import ModelSection
 from ..scoring import forward
-from . import tower
-from .kept import Kept
+from . import vision_memory
+from .saved_tensors import Kept
 
 HOST = ("cpu", "nvme")  # where DeepSpeed may keep what is not on the device
 # bytes of a quantised weight: in 4 bits with a byte for each 64 of them, and a float32 for each 256 of those
@@ -163,7 +163,7 @@ class Shapes:
         trained = [p for p in every if p.requires_grad and trainable]
         count, own = sum(p.numel() for p in trained), sum(p.numel() * sizes[p] for p in trained)
         frozen = int(sum(p.numel() * sizes[p] for p in every) - own + sum(b.nbytes for b in model.buffers()))
-        cut = [*self.layers, *(tower.stack_of(self.inner) if forward.sees(model) else ())]
+        cut = [*self.layers, *(vision_memory.stack_of(self.inner) if forward.sees(model) else ())]
         gathered = numbers(model) - sum(sorted(map(numbers, cut))[:-2])
         self.weights = Weights(frozen, own, numbers(model), count, gathered, quantised)
         self.tokens, self.kept, self.hidden, self.cache = 1, [0] * (1 + len(self.layers)), 0, 0
@@ -174,7 +174,7 @@ class Shapes:
         """One forward in `dtype` without the head: bytes that are `kept` before the first layer and from each on, of a
         layer's `hidden` input, and of a `cache` of all layers; and the `tower`. Raises what a forward that needs values
         does."""
-        self.tower = self.reader and tower.tower_of(self.inner, self.reader, dtype)
+        self.tower = self.reader and vision_memory.tower_of(self.inner, self.reader, dtype)
         forward.enable_scoring(self.model.train().to(dtype))
         kept = Kept((*self.model.parameters(), *self.model.buffers()))
         starts, self.cache = [0], 0  # what was kept when each layer began; keys and values

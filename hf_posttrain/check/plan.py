@@ -9,11 +9,11 @@ import datasets
 import numpy as np
 from transformers import PreTrainedModel
 
-from ..rounds.in_rounds import planned_rows
-from ..rounds.section import rounds_in
+from ..rounds.config import rounds_in
+from ..rounds.iterative_trainer import planned_rows
 from ..scoring import layouts
 from ..scoring.attention_selection import row_multiple
-from ..scoring.choose_layout import able
+from ..scoring.layout_selection import able
 from ..scoring.layouts import Branch, Example
 from ..trainer.base import PostTrainer
 from ..trainer.config import PostTrainConfig

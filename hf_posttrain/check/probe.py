@@ -19,12 +19,12 @@ from ..data.lengths import longest, tokens_of
 from ..losses.divergence import reverse_kl
 from ..methods import METHODS, config_class
 from ..methods.objective import Divergence
+from ..monitoring.progress import peak_memory
 from ..recipe import build
 from ..recipe.sections import Recipe
 from ..scoring.forward import eval_mode
 from ..scoring.head import LogProb
 from ..teachers.self_teacher import SelfTeacher
-from ..watch.progress import peak_memory
 
 PROMPTS = 4  # how many are answered for the statistics of rollouts
 SPAN = 32  # tokens of a rollout that are averaged to one KL

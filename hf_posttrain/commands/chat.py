@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError, named, nearest
-from ..models.section import ModelSection, section_of
+from ..models.config import ModelSection, section_of
 from ..recipe.cli import Parser, number, tell
 
 _EXAMPLE = 'example: hf-posttrain chat outputs/mine --compare --seed 1 --system "Answer in one sentence."'
@@ -108,7 +108,7 @@ class Conversation:
 
     def __init__(self, section: ModelSection, given: argparse.Namespace):
         from ..models import load
-        from .answers import Answerer
+        from .inference import Answerer
 
         section.images |= load.only_sees(load.check_model(section))
         self.answerer = Answerer(section, given.chat_template_kwargs)
@@ -178,7 +178,7 @@ class Conversation:
         """The model's answer, shown while it is made; Ctrl-C stops it. Raises InputError for logits that are NaN."""
         import torch
 
-        from ..generation import by_transformers, rollout
+        from ..generation import hf_generate, rollout
 
         own, tokenizer = self.answerer, self.answerer.tokenizer
         never = tuple(own.see.reader.token_ids) if own.see else ()
@@ -188,12 +188,12 @@ class Conversation:
         given = own.model, prompt, torch.ones_like(prompt), longest, own.ends, tokenizer.pad_token_id, sampler
         try:
             with rollout.seeded(own.device, self.given.seed, self.answers):
-                by_transformers.generate(*given, {"streamer": screen})
+                hf_generate.generate(*given, {"streamer": screen})
         except KeyboardInterrupt:
             screen.end()
             self.cut.add(screen.text)
         except RuntimeError as error:
-            if str(error) != by_transformers.BROKEN:
+            if str(error) != hf_generate.BROKEN:
                 raise
             raise InputError(f"{self.given.model}: {error}") from error
         else:

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from ..data import suggest
+from ..data import column_inference
 from ..errors import InputError, error_context, named
 from ..methods import METHODS
-from ..models.section import ModelSection
+from ..models.config import ModelSection
 from ..recipe.cli import tell
 from ..recipe.sections import Source
 
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     methods = [given.method] if given.method else list(METHODS)
     lines, code = described(rows, given.file, methods, columns, tokenizer, seen)
     if tokenizer:
-        from ..data.traps import traps
+        from ..data.template_report import traps
 
         lines += ["chat template:", *(f"  {line}" for line in traps(tokenizer))]
     tell("\n".join(lines))
@@ -98,7 +98,7 @@ def described(
     theirs = {our_name(column, rows[0]): column for column in rows[0]} | columns
     rows = [{our_name(column, row): value for column, value in row.items()} for row in rows]
     forms, problems, lost = _readable(rows, methods, seen)
-    nearest = suggest.suggest(rows, [METHODS[method] for method in methods])
+    nearest = column_inference.suggest(rows, [METHODS[method] for method in methods])
     renames = nearest is not None and not nearest.missing and any(a != b for a, b in nearest.columns.items())
     problems |= {} if renames and not forms else lost
     # it can be read as it is, unless all that is read are prompts, and answers are there under another name
@@ -112,20 +112,20 @@ def described(
         used = dict.fromkeys([*(name for form in forms.values() for name in form.split(" + ")), *rows[0]])
         lines.append("columns: " + named(f"{ours} from {theirs[ours]}" for ours in used if ours not in aside))
         lines += [f"not read: {named(aside)}"] if aside else []
-        lines += filter(None, [suggest.misspelt(aside)])
+        lines += filter(None, [column_inference.misspelt(aside)])
         lines += [f"not {method}: {problem}" for method, problem in problems.items()]
         return [*lines, *_first_example(rows[0], forms, tokenizer, seen)], 0
     # it cannot, and other names of columns would not help
     if problems:
         return [*lines, *(f"{method}: {problem}" for method, problem in problems.items())], 2
-    if advice := suggest.no_mapping(rows, nearest, METHODS.values()):
+    if advice := column_inference.no_mapping(rows, nearest, METHODS.values()):
         return [*lines, "format: none that is read", advice], 2
     if nearest is None or nearest.missing:
         lines.append("format: none that is read")
         if nearest:
             found = named(f"{ours} could be {theirs}" for ours, theirs in nearest.columns.items())
             lines.append(f"the nearest is {nearest.form}: {found}; there is no column for {', '.join(nearest.missing)}")
-        lines += filter(None, [suggest.misspelt(rows[0])])
+        lines += filter(None, [column_inference.misspelt(rows[0])])
         return [*lines, *(f"{method} reads {' | '.join(METHODS[method].rows.formats)}" for method in methods)], 2
     # it can with other names: those to write, and the first example with them
     mapping = {ours: theirs for ours, theirs in nearest.columns.items() if ours != theirs}
@@ -160,8 +160,8 @@ def _readable(
         except InputError:
             continue
         aside = unread(rows[0], form)
-        unseen = None if seen["image_ids"] else suggest.picture_problem(rows, aside)
-        left = suggest.prompt_problem(rows, aside, form)
+        unseen = None if seen["image_ids"] else column_inference.picture_problem(rows, aside)
+        left = column_inference.prompt_problem(rows, aside, form)
         if problem := unseen or (left if "prompt" not in form else None):
             lost[method] = problem
             continue
@@ -175,15 +175,15 @@ def _readable(
         except InputError as error:
             problems[method] = str(error)
             # a column of the right name that grades answers by scores or words
-            if form.endswith(" + label") and suggest.kind(row.get("label")) in ("text", "number"):
+            if form.endswith(" + label") and column_inference.kind(row.get("label")) in ("text", "number"):
                 labels = [row.get("label") for row in rows]
-                problems[method] += f"; {suggest.label_advice('label', labels, METHODS.values())}"
+                problems[method] += f"; {column_inference.label_advice('label', labels, METHODS.values())}"
     return forms, problems, lost
 
 
 def _first_example(row: dict, forms: dict[str, str], tokenizer: Any, seen: dict[str, Any]) -> list[str]:
     """The first example, of the method that reads most of it: what is trained is green or in [[brackets]]."""
-    from ..check.trained import Piece, marked, parts, pieces
+    from ..check.token_preview import Piece, marked, parts, pieces
     from ..data.encode import Plan, read
     from ..data.prepare import plan_for, tokenise
 

@@ -20,17 +20,17 @@ from typing import TYPE_CHECKING, Any
 
 from .. import __version__
 from ..errors import InputError, error_context, named, nearest_path
-from ..models.section import ADAPTER, ModelSection, section_of
+from ..models.config import ADAPTER, ModelSection, section_of
 from ..recipe.cli import Parser, number, tell
 from ..recipe.sections import Source
 from .metrics import load_metric, load_tasks, measure, run_tasks
-from .pieces import KeptBatches
 from .results import EVALUATIONS, RESULTS, as_table, keep, results_folder
+from .resumable_jsonl import KeptBatches
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from .answers import Answerer
+    from .inference import Answerer
 
 UNFINISHED = ".eval_answers.part"
 """File of the greedy answers of a command that has not ended."""
@@ -90,7 +90,7 @@ def evaluate_model(given: argparse.Namespace) -> list[dict[str, Any]]:
     metrics = {Path(name).stem: load_metric(name) for name in given.metrics}
     tasks = load_tasks(given) if given.tasks else None
     from ..models.load import check_model, load_tokenizer, only_sees
-    from .answers import Answerer
+    from .inference import Answerer
 
     with error_context(f"the base of {given.model}" if section.adapter == given.model else "MODEL"):
         config = check_model(section)
@@ -168,36 +168,36 @@ class Rows:
 
 def read_rows(given: argparse.Namespace, tokenizer: "PreTrainedTokenizerBase") -> Rows:
     """The rows of --data. Raises InputError for the first bad row, and where the columns hold nothing to evaluate."""
-    from ..data import kinds
+    from ..data import row_schema
+    from ..data.column_inference import suggest
     from ..data.formats import detect, our_name
     from ..data.prepare import prepare
     from ..data.sources import load
-    from ..data.suggest import suggest
-    from .answers import PromptReader, reading_options
+    from .inference import PromptReader, reading_options
 
     raw = load(Source(given.data, None, given.split, given.columns or None, given.limit), "--data")
     columns = [our_name(column, raw.column_names) for column in raw.column_names]
     options = {name: getattr(given, name) for name in _READING} | {"keep_asked": False}
 
-    def form(kind: kinds.RowKind) -> list[str]:
+    def form(kind: row_schema.RowKind) -> list[str]:
         try:
             return detect(columns, PromptReader("eval", kind)).split(" + ")
         except InputError:
             return []
 
-    def read(kind: kinds.RowKind, **more: Any) -> list[dict[str, Any]]:
+    def read(kind: row_schema.RowKind, **more: Any) -> list[dict[str, Any]]:
         how = reading_options(**options, **more)
         return list(prepare(raw, PromptReader("eval", kind), tokenizer, how, Path(given.data).name))
 
-    near = suggest(list(islice(raw, 20)), [PromptReader("eval", kind) for kind in (kinds.SUPERVISED, kinds.PREFERENCE)])
+    near = suggest(list(islice(raw, 20)), [PromptReader("eval", kind) for kind in (row_schema.SUPERVISED, row_schema.PREFERENCE)])
     other = [] if near is None or near.missing else [f"{a}={b}" for a, b in near.columns.items() if a != b]
     advice = f"; try --columns {' '.join(other)}" if other else ""
-    single, rows = form(kinds.SUPERVISED) or form(kinds.PROMPTS), Rows()
+    single, rows = form(row_schema.SUPERVISED) or form(row_schema.PROMPTS), Rows()
     if {"completion", "reference"} <= {*columns}:  # of a file that `sample` or `judge` wrote
         told = "column reference: answers are compared with column completion; give the file that was sampled from"
         rows.left_out.append(told)
-    if form(kinds.PREFERENCE):
-        rows.pairs = read(kinds.PREFERENCE)
+    if form(row_schema.PREFERENCE):
+        rows.pairs = read(row_schema.PREFERENCE)
         if not {"completion", "output", "completion_ids"} & {*single}:
             rows.left_out.append(f"{ANSWERED}, {SCORED}: pairs have no single right answer")
             return rows
@@ -206,19 +206,19 @@ def read_rows(given: argparse.Namespace, tokenizer: "PreTrainedTokenizerBase") -
     else:
         wanted = "prompt and completion; messages; text; prompt, chosen and rejected; or prompt alone"
         raise InputError(f"{given.data}: eval reads {wanted}, and the columns are {named(columns)}{advice}")
-    if "label" in form(kinds.UNPAIRED):
-        labelled = read(kinds.UNPAIRED)
+    if "label" in form(row_schema.UNPAIRED):
+        labelled = read(row_schema.UNPAIRED)
         rows.asked = rows.scored = [row for row in labelled if row["label"]]
         if wrong := len(labelled) - len(rows.asked):
             rows.left_out.append(f"{wrong} rows: their label is false")
     elif single in (["messages"], ["prompt"], ["prompt_ids"]):
-        rows.asked = read(kinds.PROMPTS)  # a conversation is answered at its last turn, and scored in all turns
+        rows.asked = read(row_schema.PROMPTS)  # a conversation is answered at its last turn, and scored in all turns
         try:
-            rows.scored = read(kinds.SUPERVISED, train_on="assistant") if single == ["messages"] else []
+            rows.scored = read(row_schema.SUPERVISED, train_on="assistant") if single == ["messages"] else []
         except InputError as error:
             rows.left_out.append(f"{SCORED}: {error}")
     else:
-        rows.asked = rows.scored = read(kinds.SUPERVISED)
+        rows.asked = rows.scored = read(row_schema.SUPERVISED)
     if rows.asked and not any(row["completion_ids"] for row in rows.asked):
         lacking = "exact_match" if single == ["messages"] else f"exact_match, {SCORED}"
         rows.left_out.append(f"{lacking}: the rows have no right answers{advice}")
@@ -318,7 +318,7 @@ def in_batches(
 
     kept: results of an earlier try, and where those of this one are kept.
     """
-    from ..watch.progress import Steps
+    from ..monitoring.progress import Steps
 
     order, kept = sorted(range(len(lengths)), key=lambda n: -lengths[n]), kept or KeptBatches(None, {})
     with Steps(len(lengths), what, "row") as steps:

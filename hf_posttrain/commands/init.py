@@ -20,7 +20,7 @@ from typing import Any
 
 import yaml
 
-from ..data import suggest
+from ..data import column_inference
 from ..data.files import source_problem, with_home
 from ..errors import InputError, printable
 from ..methods import METHODS
@@ -28,8 +28,8 @@ from ..recipe.cli import Parser, number, tell
 from ..recipe.fields import train_fields
 from ..recipe.sections import Source
 from ..recipe.yaml_tree import read_tree
-from ..rounds.section import RoundsSection
-from ..trainer.method import Method
+from ..rounds.config import RoundsSection
+from ..trainer.method_spec import Method
 from .recipes import find_shipped
 
 # Key -> (value, comment). Those of training are for where the shipped recipe has no value
@@ -172,7 +172,7 @@ def field_docs(name: str) -> dict[str, str]:
     The texts come from the source, since an import takes torch.
     """
     package, docs = Path(__file__).parents[1], dict[str, str]()
-    for file in (*package.glob("methods/*.py"), *package.glob("*/section*.py"), package / "trainer" / "config.py"):
+    for file in (*package.glob("methods/*.py"), *package.rglob("config.py"), package / "recipe" / "sections.py"):
         text = file.read_text(encoding="utf-8")
         nodes = ast.parse(text).body if f"class {name}" in text else []
         for definition in (node for node in nodes if isinstance(node, ast.ClassDef) and node.name == name):
@@ -215,7 +215,7 @@ def look_at(path: str, method: Method, option: str) -> tuple[dict[str, Any], boo
     if code == 2:
         raise InputError(f"{option}: nothing was written: {'; '.join(lines)}")
     rows = [{our_name(column, row): value for column, value in row.items()} for row in rows]
-    nearest = suggest.suggest(rows, [method]) if code else None
+    nearest = column_inference.suggest(rows, [method]) if code else None
     columns = {ours: theirs for ours, theirs in nearest.columns.items() if ours != theirs} if nearest else {}
     form = nearest.form if nearest else detect([*rows[0]], method)
     asked = [rows[0][columns.get(name, name)] for name in ("prompt", "instruction") if name in form.split(" + ")]

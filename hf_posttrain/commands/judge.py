@@ -14,8 +14,8 @@ from typing import Any
 from ..errors import InputError, nearest, shown
 from ..recipe.cli import Parser, tell
 from ..recipe.sections import Source
-from ..rounds.judges.section import KINDS, JudgeSection, expand_judge, judge_problems
-from .pieces import PieceFile, refuse_existing
+from ..rounds.judges.config import KINDS, JudgeSection, expand_judge, judge_problems
+from .resumable_jsonl import PieceFile, refuse_existing
 
 PIECE = 64
 """Prompts whose answers are judged at once."""

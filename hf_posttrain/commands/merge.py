@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError, error_context
-from ..models.section import ADAPTER, ModelSection, section_of_adapter
+from ..models.config import ADAPTER, ModelSection, section_of_adapter
 from ..recipe.cli import Parser, tell
 
 DTYPES = ("default", "auto", "float32", "bfloat16", "float16")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import InputError, nearest, shown
 
 if TYPE_CHECKING:
-    from .answers import Answerer
+    from .inference import Answerer
 
 
 def load_metric(name: str) -> Any:

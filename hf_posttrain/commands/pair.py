@@ -5,14 +5,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..data.kinds import RowKind
+from ..data.row_schema import RowKind
 from ..errors import InputError, error_context, shown
 from ..methods import METHODS
 from ..recipe.cli import Parser, tell
+from ..rounds.config import PairSection, good_from, pair_problems
 from ..rounds.pairing import Paired, pair_up
-from ..rounds.section import PairSection, good_from, pair_problems
 from .judge import by_prompt, read_answers, text_of
-from .pieces import refuse_existing, write_rows
+from .resumable_jsonl import refuse_existing, write_rows
 
 BEGIN_THOUGHT, END_THOUGHT = "<think>", "</think>"
 _EXAMPLES = """examples:

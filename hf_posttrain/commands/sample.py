@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 from ..capabilities import Feature, conflict
 from ..errors import InputError, error_context
-from ..models.section import ModelSection, section_of
+from ..models.config import ModelSection, section_of
 from ..recipe import build as parts
 from ..recipe.cli import Parser, find_recipe, number, tell
 from ..recipe.read import load_recipe
 from ..recipe.sections import Recipe, Source
-from .pieces import PieceFile, refuse_existing
+from .resumable_jsonl import PieceFile, refuse_existing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -176,9 +176,9 @@ def _of_recipe(recipe: Recipe, given: Any) -> _Asked:
     import datasets
     import torch
 
-    from ..data.kinds import SUPERVISED
+    from ..data.row_schema import SUPERVISED
     from ..recipe.datasets import prepare_data
-    from .answers import read_prompts, reading_options
+    from .inference import read_prompts, reading_options
 
     if config.world_size > 1:
         raise InputError("sample answers in one process, and was started in several: drop the launcher")
@@ -210,7 +210,7 @@ def _prompts(given: Any) -> Source:
 def _of_model(section: ModelSection, given: Any) -> _Asked:
     """A model by name, and the prompts of a file."""
     from ..models.load import load_tokenizer
-    from .answers import read_prompts, reading_options
+    from .inference import read_prompts, reading_options
 
     tokenizer = load_tokenizer(section)
     switches = given.chat_template_kwargs
@@ -226,7 +226,7 @@ def _by_model(asked: _Asked, batch_size: int | None) -> Any:
     import torch
 
     from ..models.score_cache import weights_key
-    from .answers import Answerer
+    from .inference import Answerer
 
     model = Answerer(asked.section, asked.switches, asked.tokenizer, asked.device)
     asked.ends = model.ends

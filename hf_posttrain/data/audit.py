@@ -17,10 +17,10 @@ import pyarrow.compute as pc
 from transformers import PreTrainedTokenizerBase
 
 from .encode import ALIKE, COMPLETION_CUT, NO_TARGET, PROMPT_CUT
-from .kinds import Reader, RowKind, class_weights
 from .lengths import first_rows
 from .packing import lengths_of
 from .prepare import notes, tokenised
+from .row_schema import Reader, RowKind, class_weights
 
 STREAMED = 1000  # examples of a stream that are audited: its first
 DROPPED_SHARE, TRUNCATED_SHARE, ENDLESS_SHARE = 0.1, 0.5, 0.2

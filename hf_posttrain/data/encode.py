@@ -11,9 +11,9 @@ from ..errors import InputError, error_context, named, shown
 from . import chat, images
 from .assistant_mask import ASKED, assistant_mask
 from .formats import Sample, add_system, read_format, read_label, read_template_kwargs
-from .kinds import RowKind
 from .messages import are_written_messages, text_of, with_reasoning
-from .teacher_rows import TeacherPlan, for_teacher, read_teacher
+from .row_schema import RowKind
+from .teacher_prompts import TeacherPlan, for_teacher, read_teacher
 
 PROMPT_CUT, COMPLETION_CUT, NO_TARGET, ALIKE, CHAT, OTHERS, PICTURE_CUT = 1, 2, 4, 8, 16, 32, 64
 CUT = PROMPT_CUT | COMPLETION_CUT

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..errors import InputError, error_context, named, shown
 from . import chat
 from .images import MARK
-from .kinds import OPTIONAL, Reader
 from .messages import Messages, check_unicode, clean_messages
+from .row_schema import OPTIONAL, Reader
 from .template import switch_problem
 
 if TYPE_CHECKING:

@@ -13,8 +13,7 @@ import xxhash
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import InputError, error_context, named, nearest
-from . import suggest
-from .as_written import AsWritten
+from . import column_inference
 from .assistant_mask import ASKED
 from .dataset_type import AnyDataset
 from .encode import (
@@ -36,11 +35,12 @@ from .fingerprint import fingerprint
 from .formats import Sample, detect, our_name, renamed, unread
 from .images import COLUMNS as PICTURES
 from .images import STORED, PictureReader, fitting, read_by
-from .kinds import Reader, RowKind
+from .json_rows import AsWritten
 from .messages import holds_null, without_none
 from .packing import example_lengths
-from .teacher_rows import COLUMNS as FOR_TEACHER
-from .teacher_rows import columns_for_teacher, teacher_plan
+from .row_schema import Reader, RowKind
+from .teacher_prompts import COLUMNS as FOR_TEACHER
+from .teacher_prompts import columns_for_teacher, teacher_plan
 
 logger = logging.getLogger(__package__)
 noted = logging.getLogger(f"{__package__}.notes")  # lines that the audit shows as well
@@ -209,8 +209,8 @@ def _opened(dataset: AnyDataset, method: Reader, config: Any) -> tuple[Any, list
     try:
         form, label = detect(columns, method), (dataset.features or {}).get("label")
     except InputError as error:
-        near = suggest.suggest(list(islice(dataset, _FIRST)), [method])
-        here = f"here {suggest.columns_line(near.columns)}" if near and not near.missing else suggest.misspelt(columns)
+        near = column_inference.suggest(list(islice(dataset, _FIRST)), [method])
+        here = f"here {column_inference.columns_line(near.columns)}" if near and not near.missing else column_inference.misspelt(columns)
         raise InputError("; ".join(filter(None, (str(error), here)))) from error
     if field != "text" and form != "text":
         raise InputError(f"dataset_text_field: {field!r} is not read, since the rows are {form}: leave it out")
@@ -250,12 +250,12 @@ def _undecoded(dataset: AnyDataset) -> Any:
 
 def _refuse_pictures(dataset: AnyDataset, columns: list[str], form: str) -> None:
     """Raises InputError where the first rows have pictures, which are not trained on, next to their text."""
-    for column in suggest.PICTURES & {*(unread(columns, form) if "_ids" not in form else ())}:
+    for column in column_inference.PICTURES & {*(unread(columns, form) if "_ids" not in form else ())}:
         alone, kind = dataset.select_columns([column]), (dataset.features or {}).get(column)
         if _holds(kind, datasets.Image):  # as files or bytes: nothing is decoded
             plain: Any = datasets.Image(decode=False)
             alone = alone.cast_column(column, plain if isinstance(kind, datasets.Image) else datasets.List(plain))
-        if problem := suggest.picture_problem(list(islice(alone, _FIRST)), [column]):
+        if problem := column_inference.picture_problem(list(islice(alone, _FIRST)), [column]):
             raise InputError(problem)
 
 
@@ -264,7 +264,7 @@ def _refuse_lost_prompt(dataset: AnyDataset, columns: list[str], form: str, name
     prompt such a column is warned of."""
     aside = unread(columns, form)
     # where no name is suspicious no row is read, which a stream would have to read twice
-    problem = suggest.prompt_problem(list(islice(dataset, _FIRST)), aside, form) if suggest.asked(aside) else None
+    problem = column_inference.prompt_problem(list(islice(dataset, _FIRST)), aside, form) if column_inference.asked(aside) else None
     if problem and "prompt" not in form:
         raise InputError(problem)
     if problem:
@@ -296,7 +296,7 @@ def notes(
     used |= {*PICTURES} if sees else set()
     if aside := [column for column in unread(columns, form) if column not in used]:
         found[f"read as {form}; columns not read: {named(aside)}"] = logging.INFO
-    for column, meant in suggest.misspelt_aside(aside, columns, form, method).items():
+    for column, meant in column_inference.misspelt_aside(aside, columns, form, method).items():
         mend = f"did you mean {meant!r}? (columns: {{{meant}: {column}}})"
         found[f"column {column!r} is not read: {mend}"] = logging.WARNING
     if tokenizer.chat_template and "_ids" not in form and form != "messages" and _is_plain(facts, form):

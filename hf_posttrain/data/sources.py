@@ -12,10 +12,10 @@ import datasets
 import numpy as np
 
 from ..errors import InputError, error_context, named, nearest
-from .as_written import AsWritten, Files
 from .files import EXTENSIONS, extension, source_problem, with_home
 from .formats import our_name, renamed
-from .kinds import OPTIONAL
+from .json_rows import AsWritten, Files
+from .row_schema import OPTIONAL
 
 logger = logging.getLogger(__package__)
 _ABOUT = ("dataset_info.json", "dataset_infos.json", "config.json")  # of a data set, without rows

@@ -105,7 +105,7 @@ def check_accelerator(accelerator: Accelerator, args: TrainingArguments) -> None
             "the accelerate config's dynamo_backend compiles the model as a whole, for each shape of a batch anew:"
             " leave it out, and set train.torch_compile: true, which compiles its layers for all shapes"
         )
-    compiled.backend = DynamoBackend.NO  # `models.layers` compiles
+    compiled.backend = DynamoBackend.NO  # `models.acceleration` compiles
     if args.torch_compile and not args.tf32 and is_torch_tf32_available():
         enable_tf32(False)  # Accelerate turns it on with a dynamo backend, as HF does, and nobody asked
 

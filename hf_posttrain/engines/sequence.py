@@ -22,10 +22,10 @@ from ..batching.micro_batch import MicroBatch
 from ..capabilities import Feature, check_features, conflict, option_features
 from ..errors import InputError
 from ..scoring import forward
-from ..scoring.choose_layout import ROUGHEST, token_logps, tolerance, within
 from ..scoring.layouts import IGNORE, Branch, Example, collate
+from ..scoring.parity_check import ROUGHEST, token_logps, tolerance, within
 from ..scoring.rotary import rope_switch
-from .row_weights import weigh_rows
+from .duplicate_mask import weigh_rows
 
 
 def settle(args: Any) -> ParallelismConfig | None:
@@ -101,7 +101,7 @@ def split(trainer: Any, adapter: Any) -> Any:
 
 
 def _check_parts(trainer: Any, adapter: Any) -> None:
-    """Score the same rows whole and cut, as `choose_layout.check` does for layouts."""
+    """Score the same rows whole and cut, as `parity_check.check` does for layouts."""
     model, parts = trainer.model_wrapped, adapter.sp_world_size
     inner = forward.causal_lm(model)
     if getattr(inner.config.get_text_config(), "attention_dropout", 0):

@@ -21,7 +21,7 @@ from transformers.cache_utils import DynamicLayer
 
 from ..scoring.cpu import draw, few_rows
 from ..scoring.forward import cache_argument, causal_lm, eval_mode, rounded_products, unwrapped
-from . import by_transformers, choose_way
+from . import hf_generate, sampler_selection
 from .batch_size import rows_that_fit
 from .graphs import FixedSteps
 
@@ -84,11 +84,11 @@ def generate(
     with torch.no_grad(), eval_mode(model), rounded_products(model):
         if prompts and longest > proven:
             try_out = lambda way, some: answer(model, way, some, 3, [own], pad_id, TokenSampler(None, own))  # noqa: E731
-            way, proven = inner.answers_by = choose_way.choose(model, longest, try_out)
-        size = 1 if way == choose_way.ALONE else batch_size
+            way, proven = inner.answers_by = sampler_selection.choose(model, longest, try_out)
+        size = 1 if way == sampler_selection.ALONE else batch_size
         if size is None:
             size = max(len(prompts), 1)
-            if prompts and way in choose_way.OWN and inner.device.type == "cuda":
+            if prompts and way in sampler_selection.OWN and inner.device.type == "cuda":
                 size = rows_that_fit(inner, growing_cache(inner), size, longest + GrowingLayer.SPARE)
         for start in range(0, len(order), size):
             chosen = order[start : start + size]
@@ -113,13 +113,13 @@ def answer(
     """`generate` for one batch, in a way of `choose_way`."""
     shown = ((prompt, getattr(prompt, "pictures", ())) for prompt in prompts)
     pictures = [one for prompt, pictures in shown if pictures for one in see.reader.shown_in(prompt, pictures)]
-    if way in choose_way.OWN and not pictures:
+    if way in sampler_selection.OWN and not pictures:
         with few_rows(model):
-            replay = way == choose_way.GRAPHS
+            replay = way == sampler_selection.GRAPHS
             return decode(causal_lm(model), prompts, max_new_tokens, terminal_ids, sampler, replay)
     padded = left_padded(prompts, pad_id, causal_lm(model).device)
     visual = see.of_prompts(pictures, padded[0], causal_lm(model)) if pictures else {}
-    rows = by_transformers.generate(unwrapped(model), *padded, max_new_tokens, terminal_ids, pad_id, sampler, visual)
+    rows = hf_generate.generate(unwrapped(model), *padded, max_new_tokens, terminal_ids, pad_id, sampler, visual)
     return [until_terminal(row, terminal_ids) for row in rows]
 
 
@@ -226,7 +226,7 @@ def decode(
 
     found = [[token for token in row if token >= 0] for row in completions.tolist()]
     if any(token >= sampler.vocabulary for row in found for token in row):
-        raise RuntimeError(by_transformers.BROKEN)
+        raise RuntimeError(hf_generate.BROKEN)
     return found
 
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import yaml
 
-from ..data.kinds import PREFERENCE, PROMPTS, SUPERVISED, UNPAIRED
+from ..data.row_schema import PREFERENCE, PROMPTS, SUPERVISED, UNPAIRED
 from ..rollouts.options import REWARD, ROLLOUTS, SAMPLERS, TOKEN_WEIGHTS, sampler_problems
 from ..teachers.options import TEACHER
 from ..trainer.limits import BELOW_ONE, COEFFICIENT, COUNT, POSITIVE, SHARE
-from ..trainer.method import Method, Paper
+from ..trainer.method_spec import Method, Paper
 from . import rules
 
 _PREFERENCE_SYMPTOMS = {

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from ..data.teacher_rows import by_name
+from ..data.teacher_prompts import by_name
 from ..errors import InputError
-from ..models.section import TeacherSection
+from ..models.config import TeacherSection
 from .rules import section_problems, teacher_problems
 
 

@@ -18,7 +18,7 @@ from ..options import option
 from ..scoring.head import LogProb
 from ..trainer.base import PostTrainer
 from ..trainer.config import PostTrainConfig
-from ..trainer.loss_units import Losses
+from ..trainer.loss_output import Losses
 from . import METHODS
 from .dpo import pair_examples, pair_metrics
 

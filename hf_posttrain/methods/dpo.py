@@ -16,13 +16,13 @@ from ..batching.micro_batch import MicroBatch
 from ..errors import InputError
 from ..losses.preference import PAIRED, PairedOptions, Pairs
 from ..models.reference import make_reference
+from ..monitoring.symptoms import listed
 from ..options import option
 from ..scoring.head import LogProb
 from ..scoring.layouts import Branch, Example
 from ..trainer.base import PostTrainer
 from ..trainer.config import ReferenceOptions
-from ..trainer.loss_units import Losses
-from ..watch.symptoms import listed
+from ..trainer.loss_output import Losses
 from . import METHODS
 from .rules import REFERENCE_FREE
 

@@ -16,7 +16,7 @@ from ..scoring.layouts import Example, reading_of
 from ..scoring.teacher_tiles import divergence
 from ..teachers.cache import precompute_top_k
 from ..teachers.inputs import DistillationBatch
-from ..trainer.loss_units import Losses
+from ..trainer.loss_output import Losses
 from . import METHODS
 from .distillation import DistillationConfig, DistillationTrainer
 from .objective import Divergence

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from ..batching.micro_batch import Deferred, MicroBatch
 from ..capabilities import Feature, conflict
 from ..data.dataset_type import AnyDataset
-from ..data.kinds import class_weights
+from ..data.row_schema import class_weights
 from ..errors import InputError
 from ..losses.unpaired import UNPAIRED
 from ..models.frozen import branch_logps
@@ -32,7 +32,7 @@ from ..scoring.head import LogProb
 from ..scoring.layouts import Branch, Collator, Example
 from ..trainer.base import PostTrainer
 from ..trainer.config import ReferenceOptions
-from ..trainer.loss_units import Losses
+from ..trainer.loss_output import Losses
 from . import METHODS
 from .kto_pairing import RunningMean, find_partners
 

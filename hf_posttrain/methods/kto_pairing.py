@@ -12,7 +12,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from ..errors import InputError
 from ..trainer import stateful
-from ..trainer.loss_units import sum_and_count
+from ..trainer.loss_output import sum_and_count
 
 logger = logging.getLogger(__name__)
 

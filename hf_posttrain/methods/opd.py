@@ -27,7 +27,7 @@ from ..rollouts.policy_sampler import synchronise
 from ..rollouts.reward import Reward
 from ..scoring.layouts import Branch, Example
 from ..scoring.teacher_tiles import divergence
-from ..trainer.loss_units import Losses
+from ..trainer.loss_output import Losses
 from . import METHODS
 from .distillation import DistillationConfig, DistillationTrainer
 from .objective import Divergence, Objective, PolicyGradient

@@ -11,10 +11,10 @@ from typing import Any
 from ..capabilities import Feature, conflict
 from ..data.template import parsed
 from ..losses.names import DIVERGENCES
-from ..models.section import TeacherSection
+from ..models.config import TeacherSection
+from ..monitoring.symptoms import listed
 from ..trainer.limits import LARGEST, Problem
 from ..trainer.rules import one_of
-from ..watch.symptoms import listed
 
 PAIRED = (
     "sigmoid", "ipo", "ipo_sum", "hinge", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard", "apo_zero",

@@ -24,7 +24,7 @@ from ..scoring.head import LogProb
 from ..scoring.layouts import Branch, Example
 from ..trainer.base import PostTrainer
 from ..trainer.config import PostTrainConfig
-from ..trainer.loss_units import Losses
+from ..trainer.loss_output import Losses
 from . import METHODS
 
 

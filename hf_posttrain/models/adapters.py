@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig
 
 from ..errors import InputError, nearest
 from ..scoring import forward
-from .section import ModelSection
+from .config import ModelSection
 
 logger = logging.getLogger(__name__)
 _WITH_A_LOSS = ("kasa_config", "monteclora_config")  # variants of LoRA

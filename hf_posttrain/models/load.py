@@ -30,7 +30,7 @@ from ..data.images import read_by, with_pictures
 from ..data.lengths import largest_id
 from ..errors import InputError, nearest, nearest_path, shown
 from .adapters import check_adapter_kind
-from .section import ModelSection, has_tokenizer, is_local
+from .config import ModelSection, has_tokenizer, is_local
 
 logger = logging.getLogger(__name__)
 

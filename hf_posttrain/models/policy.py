@@ -20,10 +20,10 @@ from ..scoring import forward
 from ..scoring.attention_selection import avoid_cudnn, choose_attention
 from ..scoring.rotary import rope_switch
 from . import load
+from .acceleration import speed_up, warn_if_not_compiled
+from .adapter_base_check import warn_if_base_changed
 from .adapters import adapted_layers, add_adapter, check_adapter_kind, describe_adapter, skip_needless_casts
-from .changed_base import warn_if_base_changed
-from .layers import speed_up, warn_if_not_compiled
-from .section import ModelSection, whole_path
+from .config import ModelSection, whole_path
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ from ..data.lengths import planned_passes
 from ..engines import engine, launch, sharded
 from ..errors import InputError
 from . import adapters, load, score_cache
+from .config import ModelSection
 from .frozen import FrozenModel, Reference, round_products, shares_trained_weights
-from .section import ModelSection
 
 logger = logging.getLogger(__name__)
 COPY = "frozen_reference"  # name of the copy among the policy's adapters

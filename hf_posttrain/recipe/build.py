@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from .. import is_of_used_kernel
 from ..errors import InputError, error_context
 from ..methods import METHODS, config_class, trainer_class
-from ..rounds.judges.section import MODELS
+from ..rounds.judges.config import MODELS
 from . import rules
 from .read import refuse, train_config
 from .sections import Recipe
@@ -64,7 +64,7 @@ def _with_rounds(recipe: Recipe, config: "PostTrainConfig") -> tuple[Any, Any]:
     """`configure` of a recipe with rounds."""
     from ..generation.graders import find_grader
     from ..rollouts.vllm import check_installed
-    from ..rounds.in_rounds import in_rounds, with_section
+    from ..rounds.iterative_trainer import in_rounds, with_section
 
     rounds: Any = recipe.rounds
     with error_context(recipe.where("rounds.sampler")):

@@ -13,10 +13,10 @@ from typing import Any
 
 from ..errors import InputError, LaunchError
 from ..methods import METHODS
-from ..models.section import ModelSection
+from ..models.config import ModelSection
 from ..rollouts.options import SAMPLERS
-from ..rounds.judges.section import MODELS
-from ..rounds.section import RoundsSection, expand
+from ..rounds.config import RoundsSection, expand
+from ..rounds.judges.config import MODELS
 from ..teachers.options import COMPARED, TEACHER
 from ..trainer.limits import Problem
 from ..trainer.renamed_options import RENAMED, warn_of_old_names, with_new_names

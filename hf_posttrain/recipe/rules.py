@@ -14,20 +14,20 @@ from huggingface_hub import constants as hub
 from jinja2 import TemplateSyntaxError
 
 from ..capabilities import Feature, conflict, conflicts, option_features
+from ..data.column_inference import misspelt
 from ..data.files import or_unreadable, source_problem, with_home
-from ..data.suggest import misspelt
 from ..data.template import parsed
 from ..errors import nearest_path
 from ..methods import METHODS
 from ..methods.rules import REFERENCE_FREE, section_problems, teacher_problems
-from ..models.section import has_tokenizer, is_local
-from ..rounds.judges.section import MODELS
-from ..rounds.section import RoundsSection, rounds_features, rounds_problems
+from ..models.config import has_tokenizer, is_local
+from ..monitoring.symptoms import listed
+from ..rounds.config import RoundsSection, rounds_features, rounds_problems
+from ..rounds.judges.config import MODELS
 from ..teachers.options import TEACHER
 from ..trainer.limits import BELOW_ONE, COUNT, Limit, Problem
 from ..trainer.option_group import with_groups
 from ..trainer.rules import REPORTERS, beyond, group_problems, merge_problem, one_of, problems
-from ..watch.symptoms import listed
 from .sections import Recipe
 
 _LORA_LIMITS = {"r": COUNT, "alpha": COUNT, "dropout": BELOW_ONE}

@@ -1,4 +1,4 @@
-"""The sections of a recipe as dataclasses; `models.section` has that of a model."""
+"""The sections of a recipe as dataclasses; `models.config` has that of a model."""
 
 import dataclasses
 import textwrap
@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from ..data.kinds import PROMPTS
+from ..data.row_schema import PROMPTS
 from ..methods import METHODS
-from ..models.section import ModelSection, TeacherSection
+from ..models.config import ModelSection, TeacherSection
 from ..options import option
-from ..rounds.section import RoundsSection
-from ..trainer.method import Method
+from ..rounds.config import RoundsSection
+from ..trainer.method_spec import Method
 from .yaml_tree import place_of, write_tree
 
 _NAMES: Any = Literal[tuple(METHODS)]

@@ -38,7 +38,7 @@ from ..scoring import forward as scoring
 from ..scoring.layouts import Prompt
 from ..trainer.interface import TrainerInterface
 from ..trainer.output_dir import write_json
-from ..trainer.same_run import describe_rows
+from ..trainer.run_fingerprint import describe_rows
 from .run_folder import command_line
 
 logger = logging.getLogger(__name__)

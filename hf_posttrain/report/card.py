@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from ..methods import papers
-from ..trainer.method import Method, Paper
+from ..monitoring.symptoms import listed
+from ..trainer.method_spec import Method, Paper
 from ..trainer.saving import CARD_MARKER
-from ..watch.symptoms import listed
 from .page import render
 from .run_folder import Run
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 from ..errors import InputError, nearest_path
 from ..methods import METHODS
 from ..recipe.yaml_tree import read_tree, write_tree
-from ..trainer.method import Method
+from ..trainer.method_spec import Method
 
 STATE = "trainer_state.json"
 ROUNDS = "_rounds/rounds.json"

@@ -8,7 +8,7 @@ from typing import Any
 import datasets
 from accelerate.utils import gather_object
 
-from ..data.teacher_rows import COLUMNS as FOR_TEACHER
+from ..data.teacher_prompts import COLUMNS as FOR_TEACHER
 from ..errors import InputError
 from ..generation import rollout
 from ..models import score_cache

@@ -32,9 +32,9 @@ from ..errors import InputError
 from ..generation import rollout
 from ..generation.completions_client import PLAIN, together
 from ..scoring import forward as scoring
-from ..scoring.choose_layout import some_ids
 from ..scoring.head import LogProb
 from ..scoring.layouts import Branch, Example
+from ..scoring.parity_check import some_ids
 from ..trainer.interface import TrainerInterface
 from .completion import Completion, finished
 from .options import VLLMColocateOptions

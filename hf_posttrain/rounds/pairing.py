@@ -5,8 +5,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ..data.kinds import RowKind
-from .section import PairSection
+from ..data.row_schema import RowKind
+from .config import PairSection
 
 ALIKE, TOO_CLOSE = "answers that differ score alike", "the better one is better by less than the margin"
 NOT_GOOD, ALL_SAME = "no answer reaches the threshold", "all answers are the same"

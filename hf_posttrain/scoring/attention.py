@@ -27,9 +27,9 @@ from ..batching.micro_batch import MicroBatch, Segments
 from .attention_masks import attention_masks
 from .cpu import multiplies_bf16
 from .head import LOW
-from .pictures import names_of_kinds, sees_whole_pictures
-from .states import Pieces
+from .recurrent_segments import Pieces
 from .varlen import GQA, has_varlen_kernel, varlen_attn
+from .vision_inputs import names_of_kinds, sees_whole_pictures
 
 BY_SEGMENT = "sdpa_by_segment"
 """Our implementation in place of transformers' sdpa."""

@@ -21,10 +21,10 @@ from transformers.utils import ModelOutput
 
 from ..batching.micro_batch import MicroBatch
 from ..errors import InputError
-from . import attention, rotary, states
+from . import attention, recurrent_segments, rotary
 from .adapted_head import score_tokens_through
 from .head import LinearHead, LogitTransform, TileFunction, score_tokens
-from .pictures import nothing_of
+from .vision_inputs import nothing_of
 
 OWN_LOGITS = "scores_by_own_logits"
 """Set on a model whose head does something that `LogitTransform` does not know: its own logits are used, [R, L, V]."""
@@ -94,7 +94,7 @@ def causal_lm(model: Any) -> Any:
 def cache_argument(model: nn.Module) -> str:
     """The name under which a causal LM's forward takes a cache; empty: it takes none."""
     taken = inspect.signature(type(model).forward).parameters
-    return next((name for name in states.CACHE if name in taken), "")
+    return next((name for name in recurrent_segments.CACHE if name in taken), "")
 
 
 def sees(model: nn.Module) -> bool:
@@ -123,7 +123,7 @@ def enable_scoring(model: nn.Module) -> None:
     inner.forward = MethodType(_scoring_forward(type(inner)), inner)  # type: ignore[arg-type]
     inner.trains_vision = any(weight.requires_grad for weight in vision_weights(inner))
     rotary.rotate_by_row(inner)
-    inner.keeps_state = states.compute_by_piece(inner)
+    inner.keeps_state = recurrent_segments.compute_by_piece(inner)
 
 
 @functools.cache

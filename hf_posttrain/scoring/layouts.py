@@ -28,7 +28,7 @@ from torch import Tensor
 from ..batching.micro_batch import MicroBatch
 from ..errors import InputError
 from . import attention
-from .pictures import Pictures
+from .vision_inputs import Pictures
 
 IGNORE = -100
 """The label of a position that predicts nothing."""

@@ -12,13 +12,13 @@ from transformers import PreTrainedTokenizerBase
 
 from ..capabilities import Feature, conflict
 from ..data.align import Aligner
-from ..data.teacher_rows import by_name
+from ..data.teacher_prompts import by_name
 from ..engines import launch
 from ..errors import InputError
 from ..models import load
+from ..models.config import ModelSection, TeacherSection
 from ..models.frozen import FrozenModel, shares_trained_weights
 from ..models.policy import find_terminal_ids
-from ..models.section import ModelSection, TeacherSection
 from ..scoring import forward
 from ..trainer.interface import TrainerInterface
 from .cross_tokenizer import CrossTokenizerTeacher

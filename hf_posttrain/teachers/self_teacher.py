@@ -14,9 +14,9 @@ from ..capabilities import Feature, conflict
 from ..engines import engine, sharded
 from ..errors import InputError
 from ..models import score_cache
+from ..models.config import TeacherSection
 from ..models.frozen import FrozenModel, round_products
 from ..models.reference import COPY, adapter_reference
-from ..models.section import TeacherSection
 from ..scoring import forward
 from ..trainer.interface import TrainerInterface
 from .local import LocalTeacher

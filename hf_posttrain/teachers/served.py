@@ -27,9 +27,9 @@ from ..data.lengths import full_lengths
 from ..errors import InputError
 from ..generation.completions_client import PLAIN, Server, ServerError, at_once, together
 from ..models import load
+from ..models.config import ModelSection, TeacherSection
 from ..models.frozen import FrozenModel
 from ..models.policy import terminal_ids_of
-from ..models.section import ModelSection, TeacherSection
 from ..trainer.config import PostTrainConfig
 from ..trainer.interface import TrainerInterface
 from .inputs import TeacherBatch, teacher_batch

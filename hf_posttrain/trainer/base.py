@@ -22,32 +22,32 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, set_seed
 
 from ..capabilities import Feature, check_features, option_features
-from ..data.as_written import from_rows
 from ..data.dataset_type import AnyDataset
 from ..data.images import hold_images, read_by
+from ..data.json_rows import from_rows
 from ..data.lengths import check_length_known, seeded_sampler, warn_if_too_long, with_lengths
 from ..data.prepare import SCORES, prepare
 from ..engines import engine, launch, sequence, sharded
 from ..errors import InputError, named
-from ..generation.by_transformers import warn_if_altered
 from ..generation.completions_client import ServerError
-from ..models import layers, load
+from ..generation.hf_generate import warn_if_altered
+from ..models import acceleration, load
 from ..models import policy as policies
 from ..models.frozen import FrozenModel
+from ..monitoring import progress, reporters
+from ..monitoring.anomaly_monitor import Guard
+from ..monitoring.progress import LogLastStep, Pace
+from ..monitoring.threads import crowded
+from ..monitoring.versions import newer_than_tested
 from ..scoring import forward
 from ..scoring.attention_selection import row_multiple
-from ..scoring.choose_layout import choose_layout, trusted_layout
-from ..scoring.pictures import Pictures
-from ..watch import progress, reporters
-from ..watch.guard import Guard
-from ..watch.progress import LogLastStep, Pace
-from ..watch.threads import crowded
-from ..watch.versions import newer_than_tested
-from . import checkpoint, output_dir, rules, same_run, saving, stateful, step
+from ..scoring.layout_selection import choose_layout, trusted_layout
+from ..scoring.vision_inputs import Pictures
+from . import checkpoint, output_dir, rules, run_fingerprint, saving, stateful, step
 from .checkpoint import ResumeMixin
 from .config import PostTrainConfig, check_arguments, check_optimizer
 from .evaluation import EvaluationMixin
-from .loss_units import Meter
+from .loss_output import Meter
 from .policy import make_policy
 from .preemption import Preemption
 from .saving import SavingMixin
@@ -113,8 +113,8 @@ class PostTrainer(StepMixin, EvaluationMixin, SavingMixin, ResumeMixin, metaclas
         self.terminal_ids = policies.find_terminal_ids(model, self.tokenizer, args.chat_template_kwargs)
         policies.align_generation(model, self.tokenizer, self.terminal_ids)
         model, self.router_coef = make_policy(model, peft_config, args)
-        self.base_key = same_run.base_weights(model, peft_config, self.method)
-        self.start_key = same_run.start_weights(model, peft_config)
+        self.base_key = run_fingerprint.base_weights(model, peft_config, self.method)
+        self.start_key = run_fingerprint.start_weights(model, peft_config)
         self.second_key: str | None = None  # the same of the second model
         given = (kwargs.get("optimizers") or [None])[0] or kwargs.get("optimizer_cls_and_kwargs")
         self.own_optimizer = bool(given) or type(self).create_optimizer is not Trainer.create_optimizer
@@ -254,8 +254,8 @@ class PostTrainer(StepMixin, EvaluationMixin, SavingMixin, ResumeMixin, metaclas
                 name = type(forward.causal_lm(second.model)).__name__
                 raise InputError(f"{name} sees no pictures, and the student does: load it with images: true")
         for second in seconds:
-            layers.speed_up(second.model, self.args, second=True)
-        keys = [same_run.base_weights(second.model, None, self.method) for second in seconds]
+            acceleration.speed_up(second.model, self.args, second=True)
+        keys = [run_fingerprint.base_weights(second.model, None, self.method) for second in seconds]
         self.second_key = " ".join(keys) or self.second_key
         self.scored = self.scored[:1] + [forward.causal_lm(second.model) for second in seconds]
         self.check_ids(self.train_dataset, self.eval_dataset)
@@ -333,7 +333,7 @@ class PostTrainer(StepMixin, EvaluationMixin, SavingMixin, ResumeMixin, metaclas
         if self.ready and engine.changes_weights(self.accelerator):
             raise InputError("train() runs once under FSDP2 and DeepSpeed: build another trainer")
         self.prepare_replaced()
-        self.described = same_run.describe(self) if self.args.should_save else {}
+        self.described = run_fingerprint.describe(self) if self.args.should_save else {}
         resume_from_checkpoint = checkpoint.find_resumed(self, resume_from_checkpoint)
         self.saved_step = checkpoint.own_step(self, resume_from_checkpoint)
         stateful.load(self.stateful, resume_from_checkpoint)

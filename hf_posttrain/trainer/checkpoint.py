@@ -21,9 +21,9 @@ from transformers.trainer_utils import has_length, sort_checkpoints
 
 from ..engines import engine
 from ..errors import InputError, named, nearest_path
-from ..watch import reporters
-from ..watch.symptoms import listed
-from . import same_run
+from ..monitoring import reporters
+from ..monitoring.symptoms import listed
+from . import run_fingerprint
 from .interface import TrainerInterface
 from .rules import WEIGHTS_ALONE
 
@@ -265,10 +265,10 @@ def obstacles(trainer: Any, checkpoint: Path) -> Iterator[str]:
     now_run = dict(trainer.described)
     if Path(trainer.scored[0].config.name_or_path) == checkpoint:
         now_run.pop("start_weights", None)  # the model was loaded from the checkpoint, which has them anyway
-    if found := same_run.differences(then.get("run", {}), now_run, trainer.args.resume_despite, trainer.method.groups):
+    if found := run_fingerprint.differences(then.get("run", {}), now_run, trainer.args.resume_despite, trainer.method.groups):
         lines, sections = list(found.values()), dict.fromkeys(key.partition(".")[0] for key in found)
         way = f"{restart}, or set train.resume_despite: [{named(sections)}]"
-        if fixed := [key for key in found if key in same_run.IN_STATE]:
+        if fixed := [key for key in found if key in run_fingerprint.IN_STATE]:
             way = f"or {restart}: the optimizer keeps the former {named(fixed)}"
         more = f"; {len(lines) - 6} more" if len(lines) > 6 else ""
         yield f"{this} was written with other settings: {'; '.join(lines[:6])}{more}. To resume, set them back, {way}"

@@ -21,7 +21,7 @@ from ..engines.launch import check_engine
 from ..errors import InputError, nearest, shown
 from ..options import option
 from . import rules
-from .method import Method
+from .method_spec import Method
 from .option_group import OptionKind, in_words
 from .renamed_options import warn_of_old_names, with_new_names
 

@@ -11,14 +11,14 @@ from torch.utils.data import DataLoader
 from ..batching.micro_batch import MicroBatch
 from ..data.dataset_type import AnyDataset
 from ..engines import engine
-from ..engines.row_weights import weigh_rows
+from ..engines.duplicate_mask import weigh_rows
 from ..errors import InputError
 from ..generation.exact_match import exact_match
 from ..generation.rollout import forked
 from ..scoring import forward
 from ..scoring.layouts import IGNORE
 from .interface import TrainerInterface
-from .loss_units import Meter
+from .loss_output import Meter
 
 
 def full_logits(model: nn.Module, batch: MicroBatch) -> Tensor:

@@ -10,12 +10,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 from ..batching.micro_batch import Batch, MicroBatch
 from ..data.dataset_type import AnyDataset
 from ..models.frozen import FrozenModel
+from ..monitoring.anomaly_monitor import Guard
+from ..monitoring.progress import Pace
 from ..scoring.layouts import Collator, Example
-from ..watch.guard import Guard
-from ..watch.progress import Pace
 from .config import PostTrainConfig
-from .loss_units import Losses, Meter
-from .method import Method
+from .loss_output import Losses, Meter
+from .method_spec import Method
 from .stateful import Stateful
 
 

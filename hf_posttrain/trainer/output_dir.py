@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ..errors import InputError
-from ..watch.progress import GIB
+from ..monitoring.progress import GIB
 from . import checkpoint
 
 logger = logging.getLogger(__name__)

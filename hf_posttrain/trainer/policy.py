@@ -9,7 +9,7 @@ from ..models.policy import prepare_policy
 from ..scoring import forward
 from . import saving
 from .config import PostTrainConfig
-from .router import router_coef
+from .router_loss import router_coef
 
 
 def make_policy(model: nn.Module, peft_config: PeftConfig | None, args: PostTrainConfig) -> tuple[nn.Module, float]:

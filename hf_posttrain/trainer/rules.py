@@ -15,9 +15,9 @@ import yaml
 from ..capabilities import Feature, conflict, conflicts, option_features
 from ..data.template import switch_problem
 from ..errors import InputError, nearest
-from ..watch import symptoms
+from ..monitoring import symptoms
 from .limits import ABOVE_ZERO, BELOW_ONE, COEFFICIENT, COUNT, NOT_NEGATIVE, Limit, Problem
-from .method import Method
+from .method_spec import Method
 from .option_group import with_groups
 from .renamed_options import RENAMED
 
@@ -230,7 +230,7 @@ def stops(given: list[str] | str | None, method: Method) -> Iterator[Problem]:
 
 @cache
 def _renamed() -> dict[str, Any]:
-    return yaml.safe_load(Path(__file__).with_name("renamed.yaml").read_text(encoding="utf-8"))
+    return yaml.safe_load(Path(__file__).with_name("trl_compat.yaml").read_text(encoding="utf-8"))
 
 
 _OF_TRL = {  # a method of ours -> those of TRL's trainers in whose place it is

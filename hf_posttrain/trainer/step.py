@@ -12,14 +12,14 @@ from transformers.trainer_utils import has_length
 
 from ..batching.micro_batch import Batch, MicroBatch
 from ..engines import engine
-from ..engines.row_weights import weigh_rows
+from ..engines.duplicate_mask import weigh_rows
 from ..errors import InputError
 from ..generation import rollout
 from ..scoring import forward, neftune
 from ..scoring.head import TileFunction
 from .config import PostTrainConfig
 from .interface import TrainerInterface
-from .router import balancing_loss
+from .router_loss import balancing_loss
 
 
 def as_written(args: PostTrainConfig) -> AbstractContextManager[Any]:

@@ -27,6 +27,7 @@ from vision_for_tests import config_of, pictures, processor_of
 
 from hf_posttrain.batching.micro_batch import MicroBatch
 from hf_posttrain.check import memory
+from hf_posttrain.check.auto_checkpointing import spare_checkpointing
 from hf_posttrain.check.placement import (
     QUANTISED,
     Engine,
@@ -36,12 +37,11 @@ from hf_posttrain.check.placement import (
     policy_on,
     state_bytes,
 )  # fmt: skip
-from hf_posttrain.check.spare_checkpointing import spare_checkpointing
 from hf_posttrain.data.lengths import longest
 from hf_posttrain.errors import InputError
 from hf_posttrain.methods import METHODS as TABLE
+from hf_posttrain.models.config import ModelSection
 from hf_posttrain.models.load import load_model
-from hf_posttrain.models.section import ModelSection
 from hf_posttrain.recipe import build as parts
 from hf_posttrain.recipe.datasets import prepare_data
 from hf_posttrain.recipe.read import load_recipe

@@ -13,12 +13,12 @@ from tokenizers_for_tests import byte_tokenizer
 from vision_for_tests import pictures, processor_of, seeing
 
 from hf_posttrain.commands import data as describe
+from hf_posttrain.data.column_inference import kind
 from hf_posttrain.data.encode import Plan, read
 from hf_posttrain.data.formats import detect
-from hf_posttrain.data.kinds import PREFERENCE, PROMPTS, SUPERVISED, UNPAIRED
 from hf_posttrain.data.prepare import prepare
+from hf_posttrain.data.row_schema import PREFERENCE, PROMPTS, SUPERVISED, UNPAIRED
 from hf_posttrain.data.sources import load
-from hf_posttrain.data.suggest import kind
 from hf_posttrain.errors import InputError
 from hf_posttrain.methods import METHODS
 from hf_posttrain.recipe.read import load_recipe

@@ -20,13 +20,13 @@ from vision_for_tests import seeing
 from hf_posttrain import report, run
 from hf_posttrain.commands import evaluate, results
 from hf_posttrain.commands import metrics as loading
-from hf_posttrain.commands.answers import Answerer
+from hf_posttrain.commands.inference import Answerer
 from hf_posttrain.data.images import read_by, stored
 from hf_posttrain.generation.final_answer import final_answer
-from hf_posttrain.models.section import ModelSection
+from hf_posttrain.models.config import ModelSection
+from hf_posttrain.monitoring import progress
 from hf_posttrain.scoring.layouts import Prompt
-from hf_posttrain.scoring.pictures import Pictures
-from hf_posttrain.watch import progress
+from hf_posttrain.scoring.vision_inputs import Pictures
 
 END, LONGEST = 258, 12
 WORDS = ["What is 7 and 3?", "Hi", "Name a colour, please:", "1+1=", "Yes?", "The capital of France is", "?", "Say no."]

@@ -14,7 +14,7 @@ from training_for_tests import quick
 
 from hf_posttrain import run
 from hf_posttrain.commands import init, recipes
-from hf_posttrain.data.kinds import PREFERENCE, PROMPTS, SUPERVISED, UNPAIRED
+from hf_posttrain.data.row_schema import PREFERENCE, PROMPTS, SUPERVISED, UNPAIRED
 from hf_posttrain.errors import InputError
 from hf_posttrain.methods import METHODS
 from hf_posttrain.recipe.fields import train_fields

@@ -19,7 +19,7 @@ from hf_posttrain import run
 from hf_posttrain.commands import judge as judging
 from hf_posttrain.commands import sample as sampling
 from hf_posttrain.commands.pair import is_cut
-from hf_posttrain.commands.pieces import PieceFile, write_rows
+from hf_posttrain.commands.resumable_jsonl import PieceFile, write_rows
 from hf_posttrain.data.prepare import prepare
 from hf_posttrain.errors import InputError
 from hf_posttrain.methods import METHODS, config_class

@@ -15,14 +15,14 @@ from vision_for_tests import seeing
 
 from hf_posttrain import run
 from hf_posttrain.commands import sample
-from hf_posttrain.commands.pieces import PieceFile
+from hf_posttrain.commands.resumable_jsonl import PieceFile
 from hf_posttrain.data.images import read_by, stored
 from hf_posttrain.data.prepare import prepare
 from hf_posttrain.errors import InputError
 from hf_posttrain.methods import METHODS
 from hf_posttrain.methods.sft import SFTConfig
 from hf_posttrain.rounds.judges.question import answer_row
-from hf_posttrain.scoring.pictures import Pictures
+from hf_posttrain.scoring.vision_inputs import Pictures
 
 RECIPE = """
 method: opd

@@ -19,8 +19,8 @@ from training_for_tests import names_where
 
 from hf_posttrain.data import audit as audit_module
 from hf_posttrain.data.audit import Cut, Found, audits
-from hf_posttrain.data.kinds import PREFERENCE, PROMPTS, SUPERVISED, UNPAIRED
 from hf_posttrain.data.prepare import prepare, tokenised
+from hf_posttrain.data.row_schema import PREFERENCE, PROMPTS, SUPERVISED, UNPAIRED
 from hf_posttrain.data.sources import _times
 from hf_posttrain.methods import METHODS, config_class, trainer_class
 

@@ -20,14 +20,14 @@ from transformers import ByT5Tokenizer, GPT2Config, PreTrainedTokenizerFast
 
 from hf_posttrain import OPDConfig
 from hf_posttrain.data import prepare as prepare_module
+from hf_posttrain.data.column_inference import misspelt_aside
 from hf_posttrain.data.encode import VERSION, Plan
 from hf_posttrain.data.formats import detect, read_format, unread
-from hf_posttrain.data.kinds import PREFERENCE, PROMPTS, SUPERVISED, UNPAIRED
 from hf_posttrain.data.lengths import warn_if_too_long
 from hf_posttrain.data.packing import pack
 from hf_posttrain.data.prepare import columns_read, notes
+from hf_posttrain.data.row_schema import PREFERENCE, PROMPTS, SUPERVISED, UNPAIRED
 from hf_posttrain.data.sources import load
-from hf_posttrain.data.suggest import misspelt_aside
 from hf_posttrain.errors import InputError
 from hf_posttrain.methods import METHODS
 from hf_posttrain.methods.kto_pairing import find_partners

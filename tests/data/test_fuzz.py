@@ -29,8 +29,8 @@ from training_for_tests import quick
 
 from hf_posttrain.data.encode import COMPLETION_CUT, NO_TARGET, PROMPT_CUT, VERSION
 from hf_posttrain.data.formats import detect, our_name
-from hf_posttrain.data.kinds import PREFERENCE, PROMPTS, SUPERVISED, UNPAIRED
 from hf_posttrain.data.prepare import plan_for, prepare, tokenise
+from hf_posttrain.data.row_schema import PREFERENCE, PROMPTS, SUPERVISED, UNPAIRED
 from hf_posttrain.data.sources import load
 from hf_posttrain.errors import InputError, shown
 from hf_posttrain.methods import METHODS

@@ -44,7 +44,7 @@ def prepared(rows, method="sft", kind="qwen3_vl", tmp_path="out", **options):
 
 
 def trainer_rows(rows):
-    from hf_posttrain.data.as_written import from_rows
+    from hf_posttrain.data.json_rows import from_rows
 
     return from_rows(rows)
 
@@ -301,7 +301,7 @@ def test_whole_conversations_next_to_a_prompt_of_text(way):
 
 
 def test_a_tokenizer_alone_refuses_pictures():
-    from hf_posttrain.data.as_written import from_rows
+    from hf_posttrain.data.json_rows import from_rows
 
     tokenizer = processor_of("qwen3_vl").tokenizer
     config = config_class(TABLE["sft"])(output_dir="out", use_cpu=True, report_to="none")

@@ -21,7 +21,7 @@ from training_for_tests import quick
 from transformers import Qwen3Config
 
 from hf_posttrain import SFTConfig, SFTTrainer, run
-from hf_posttrain.data.kinds import SUPERVISED
+from hf_posttrain.data.row_schema import SUPERVISED
 from hf_posttrain.engines import launch
 from hf_posttrain.methods import METHODS
 from hf_posttrain.models import load as models

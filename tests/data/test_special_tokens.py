@@ -20,10 +20,10 @@ from special_tokens_for_tests import ANSWER, ANSWERS, LAYOUTS, QUESTIONS, Layout
 from training_for_tests import every_other
 
 from hf_posttrain import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer, run
-from hf_posttrain.commands.answers import Answerer
+from hf_posttrain.commands.inference import Answerer
 from hf_posttrain.data import chat
 from hf_posttrain.errors import InputError
-from hf_posttrain.models.section import ModelSection
+from hf_posttrain.models.config import ModelSection
 
 RECIPE = """\
 method: sft

@@ -7,9 +7,9 @@ from templates_for_tests import FAMILIES, family_tokenizer
 from tokenizers_for_tests import byte_tokenizer
 from training_for_tests import TABLE, every_other
 
-from hf_posttrain.data.as_written import from_rows
 from hf_posttrain.data.assistant_mask import assistant_mask
 from hf_posttrain.data.chat import ChatTemplate
+from hf_posttrain.data.json_rows import from_rows
 from hf_posttrain.data.prepare import prepare
 from hf_posttrain.errors import InputError
 from hf_posttrain.methods import config_class

@@ -28,7 +28,7 @@ from hf_posttrain.check import placement
 from hf_posttrain.engines import config_files, engine, launch
 from hf_posttrain.errors import InputError, LaunchError
 from hf_posttrain.models import load as models
-from hf_posttrain.models.section import ModelSection
+from hf_posttrain.models.config import ModelSection
 from hf_posttrain.recipe.read import load_recipe
 
 pytestmark = pytest.mark.engines

@@ -39,7 +39,7 @@ from hf_posttrain.errors import InputError
 from hf_posttrain.generation import rollout
 from hf_posttrain.methods import METHODS as TABLE
 from hf_posttrain.models import load as models
-from hf_posttrain.models.section import ModelSection
+from hf_posttrain.models.config import ModelSection
 from hf_posttrain.scoring import attention
 from hf_posttrain.scoring import forward as scoring
 

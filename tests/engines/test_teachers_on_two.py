@@ -17,7 +17,7 @@ from vllm_for_tests import Serving
 from hf_posttrain.engines import engine as engines
 from hf_posttrain.errors import InputError
 from hf_posttrain.generation import rollout
-from hf_posttrain.models.section import TeacherSection
+from hf_posttrain.models.config import TeacherSection
 
 pytestmark = pytest.mark.engines
 KINDS = ("several", "mixed", "self", "served", "across")

@@ -12,7 +12,7 @@ from meta_for_tests import HostReads
 from models_for_tests import CONFIGS, tiny_model
 
 from hf_posttrain.errors import InputError
-from hf_posttrain.generation import batch_size, choose_way, rollout
+from hf_posttrain.generation import batch_size, rollout, sampler_selection
 from hf_posttrain.generation.rollout import TokenSampler
 from hf_posttrain.scoring import cpu, forward
 from hf_posttrain.scoring.attention_selection import choose_attention
@@ -37,7 +37,7 @@ def alone(model, prompt, count, ends):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_greedy_completions_are_those_of_each_prompt_alone(name):
     model = tiny_model(name)
-    assert not choose_way.why_not_decode(model)
+    assert not sampler_selection.why_not_decode(model)
     free = [alone(model, prompt, 12, []) for prompt in PROMPTS]
     ends = [free[0][2], free[2][6]]
     found = rollout.generate(model, PROMPTS, 12, ends, 256, batch_size=3)
@@ -48,7 +48,7 @@ def test_greedy_completions_are_those_of_each_prompt_alone(name):
 def test_models_with_another_state_are_left_to_transformers(monkeypatch):
     model = tiny_model()
     expected = rollout.generate(model, PROMPTS, 12, ENDS, 256)
-    monkeypatch.setattr(choose_way, "why_not_decode", lambda model: "asked")
+    monkeypatch.setattr(sampler_selection, "why_not_decode", lambda model: "asked")
     monkeypatch.setattr(rollout, "decode", None)
     del model.answers_by
     assert rollout.generate(model, PROMPTS, 12, ENDS, 256) == expected
@@ -60,7 +60,7 @@ def test_plain_caches_are_known():
     small = {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 30}
     for config in (MambaConfig(**small), Qwen3NextConfig(**small, num_attention_heads=2, num_key_value_heads=1)):
         with torch.device("meta"):
-            assert choose_way.why_not_decode(AutoModelForCausalLM.from_config(config))
+            assert sampler_selection.why_not_decode(AutoModelForCausalLM.from_config(config))
 
 
 def test_a_step_costs_the_rows_that_go_on_and_a_shared_prompt_is_read_once(monkeypatch):
@@ -119,7 +119,7 @@ def test_products_of_a_few_rows_are_those_of_linear(shape, bias, monkeypatch):
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
 @pytest.mark.parametrize("temperature", [None, 1.0])
-@pytest.mark.parametrize("way", [choose_way.DECODE, choose_way.BATCHES, choose_way.ALONE])
+@pytest.mark.parametrize("way", [sampler_selection.DECODE, sampler_selection.BATCHES, sampler_selection.ALONE])
 def test_logits_that_are_not_finite_are_an_error_and_no_token(broken, way, temperature):
     model = tiny_model().eval()
     torch.nn.init.constant_(model.lm_head.weight, broken)
@@ -135,21 +135,21 @@ def way(model, longest=40):
 
 
 @pytest.mark.parametrize(("name", "expected"), {
-    "llama": choose_way.DECODE, "mamba": choose_way.BATCHES,
-    "rwkv": choose_way.ALONE,  # its state takes padding as text
-    "bart": choose_way.ALONE,  # its positions take padding as text
+    "llama": sampler_selection.DECODE, "mamba": sampler_selection.BATCHES,
+    "rwkv": sampler_selection.ALONE,  # its state takes padding as text
+    "bart": sampler_selection.ALONE,  # its positions take padding as text
 }.items())  # fmt: skip
 def test_answers_are_those_of_whole_forwards(name, expected, caplog):
     model = tiny(name)
     assert way(model) == expected
     assert rollout.generate(model, PROMPTS, 6, [299], 0) == [alone(model, prompt, 6, [299]) for prompt in PROMPTS]
-    assert ("answered one by one" in caplog.text) == (expected == choose_way.ALONE)
+    assert ("answered one by one" in caplog.text) == (expected == sampler_selection.ALONE)
 
 
 def test_the_proof_is_made_again_for_rows_longer_than_a_window(monkeypatch):
     model, proven = tiny("mistral"), []
-    real = choose_way.choose
-    monkeypatch.setattr(choose_way, "choose", lambda *args: proven.append(args[1]) or real(*args))
+    real = sampler_selection.choose
+    monkeypatch.setattr(sampler_selection, "choose", lambda *args: proven.append(args[1]) or real(*args))
     for longest in (10, 11, WINDOW + 1, 50):
         way(model, longest)
     assert proven == [10, WINDOW + 1]

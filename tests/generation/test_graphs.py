@@ -9,7 +9,7 @@ from models_for_tests import CONFIGS, tiny_model
 from test_decode import PROMPTS, alone
 from torch.distributed.fsdp import FSDPModule
 
-from hf_posttrain.generation import choose_way, graphs, rollout
+from hf_posttrain.generation import graphs, rollout, sampler_selection
 from hf_posttrain.generation.graphs import FixedSteps
 from hf_posttrain.scoring.forward import cache_argument
 
@@ -18,7 +18,7 @@ from hf_posttrain.scoring.forward import cache_argument
 def captured(monkeypatch):
     """Offer the way on CPU, and list what was captured: the shapes of the tokens and of the mask."""
     found = []
-    monkeypatch.setattr(choose_way, "can_replay", lambda model: graphs.takes_mask(model, rollout.growing_cache(model)))
+    monkeypatch.setattr(sampler_selection, "can_replay", lambda model: graphs.takes_mask(model, rollout.growing_cache(model)))
     monkeypatch.setattr(graphs, "CHUNK", 5)
     monkeypatch.setattr(graphs, "MULTIPLE", 2)
 
@@ -48,7 +48,7 @@ def test_greedy_completions_are_those_of_each_prompt_alone(name, batch_size, cap
     free = [alone(model, prompt, 12, []) for prompt in PROMPTS]
     ends = [free[0][2], free[2][6]]
     found = rollout.generate(model, PROMPTS, 12, ends, 256, batch_size=batch_size)
-    assert model.answers_by[0] == (choose_way.GRAPHS if captured else choose_way.DECODE)
+    assert model.answers_by[0] == (sampler_selection.GRAPHS if captured else sampler_selection.DECODE)
     assert found == [alone(model, prompt, 12, ends) for prompt in PROMPTS]
 
 
@@ -72,7 +72,7 @@ def test_a_graph_serves_until_a_buffer_is_full_or_half_of_the_rows_have_ended(ca
 def test_rollouts_of_one_prompt_and_drawn_tokens_are_those_without_graphs(captured, monkeypatch):
     model = tiny_model()
     drawn = []
-    for way in (choose_way.GRAPHS, choose_way.DECODE):
+    for way in (sampler_selection.GRAPHS, sampler_selection.DECODE):
         model.answers_by = way, 10**6
         torch.manual_seed(5)
         drawn.append(rollout.generate(model, [[1, 2, 3]] * 3 + [[7]] * 3, 9, [], 256, temperature=1.0))

@@ -10,7 +10,7 @@ import torch
 from models_for_tests import tiny_model
 from training_for_tests import Gradients, assert_same_step, logged, one_step, token_rows, trainer_for
 
-from hf_posttrain.data.kinds import class_weights
+from hf_posttrain.data.row_schema import class_weights
 from hf_posttrain.errors import InputError
 from hf_posttrain.methods.kto_pairing import find_partners
 from hf_posttrain.scoring import forward

@@ -19,16 +19,16 @@ from hf_posttrain.data.images import picture_size, read_by, stored
 from hf_posttrain.errors import InputError
 from hf_posttrain.methods import config_class, trainer_class
 from hf_posttrain.models.adapters import add_adapter
+from hf_posttrain.models.config import ModelSection
 from hf_posttrain.models.load import load_model, load_tokenizer
-from hf_posttrain.models.section import ModelSection
 from hf_posttrain.run import main
 from hf_posttrain.scoring import forward
 from hf_posttrain.scoring.attention_selection import choose_attention, row_multiple
-from hf_posttrain.scoring.choose_layout import able
 from hf_posttrain.scoring.head import LogProb
+from hf_posttrain.scoring.layout_selection import able
 from hf_posttrain.scoring.layouts import Branch, Example, collate
-from hf_posttrain.scoring.pictures import Pictures
-from hf_posttrain.trainer.same_run import describe_rows
+from hf_posttrain.scoring.vision_inputs import Pictures
+from hf_posttrain.trainer.run_fingerprint import describe_rows
 
 PHOTO, LOGO = pictures()
 CPU = torch.device("cpu")

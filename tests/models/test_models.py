@@ -20,9 +20,9 @@ import hf_posttrain
 from hf_posttrain.errors import InputError
 from hf_posttrain.models import adapters, policy
 from hf_posttrain.models import load as models
-from hf_posttrain.models.section import ModelSection
-from hf_posttrain.scoring import choose_layout
+from hf_posttrain.models.config import ModelSection
 from hf_posttrain.scoring import forward as scoring
+from hf_posttrain.scoring import layout_selection, parity_check
 from hf_posttrain.scoring.layouts import Branch, Example, collate
 from hf_posttrain.teachers.local import TeacherStates
 
@@ -146,7 +146,7 @@ def test_a_model_that_refuses_sdpa_falls_back_to_eager(tmp_path):
     CONFIGS["gemma2"]().save_pretrained(tmp_path)
     model = models.load_model(ModelSection(str(tmp_path), from_scratch=True))
     scoring.enable_scoring(model)
-    assert choose_layout.check(model, "shared") < 1e-4
+    assert parity_check.check(model, "shared") < 1e-4
     asked = ModelSection(str(tmp_path), from_scratch=True, attn_implementation="sdpa")
     if model.config._attn_implementation == "eager":
         assert "does not support an attention implementation" in refusal(models.load_model, asked)
@@ -159,7 +159,7 @@ def test_a_layout_is_logged_when_it_is_new(caplog):
     flash.config._attn_implementation = "flash_attention_2"
     caplog.set_level(logging.INFO, "hf_posttrain")
     for alongside in ([], [model], [flash]):  # a trainer's own model, then with a second one
-        choose_layout.choose_layout([model, *alongside], "auto")
+        layout_selection.choose_layout([model, *alongside], "auto")
     assert [message.split(" (")[0] for message in caplog.messages] == ["layout: shared", "layout: packed"]
 
 

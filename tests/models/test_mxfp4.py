@@ -9,8 +9,8 @@ from tokenizers_for_tests import byte_tokenizer
 from training_for_tests import token_rows, trainer_for
 from transformers import AutoModelForCausalLM, GptOssConfig
 
+from hf_posttrain.models.config import ModelSection
 from hf_posttrain.models.load import load_model
-from hf_posttrain.models.section import ModelSection
 
 VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 """Of the three bits of a number, the fourth of which is its sign (OCP Microscaling Formats, 5.3.3)."""

@@ -21,9 +21,9 @@ import hf_posttrain
 from hf_posttrain.errors import InputError
 from hf_posttrain.methods import METHODS as TABLE
 from hf_posttrain.models import score_cache
+from hf_posttrain.models.config import ModelSection
 from hf_posttrain.models.frozen import branch_logps
 from hf_posttrain.models.reference import COPY
-from hf_posttrain.models.section import ModelSection
 from hf_posttrain.recipe.read import train_config
 from hf_posttrain.recipe.sections import DataSection, Recipe, Source
 from hf_posttrain.scoring import forward as scoring

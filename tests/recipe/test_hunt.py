@@ -25,7 +25,7 @@ from vision_for_tests import processor_of, seeing
 from hf_posttrain import run
 from hf_posttrain.errors import InputError
 from hf_posttrain.methods import METHODS
-from hf_posttrain.models.section import ModelSection
+from hf_posttrain.models.config import ModelSection
 from hf_posttrain.recipe import build, fields
 from hf_posttrain.recipe.fields import fields_of, lora_fields, train_fields
 from hf_posttrain.recipe.sections import Source

@@ -33,7 +33,7 @@ from hf_posttrain import (
     get_peft_config,
     get_quantization_config,
 )
-from hf_posttrain.data.suggest import picture_problem
+from hf_posttrain.data.column_inference import picture_problem
 from hf_posttrain.errors import InputError
 
 SCRIPT = (ScriptArguments, SFTConfig, ModelConfig)

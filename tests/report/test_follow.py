@@ -35,8 +35,8 @@ from hf_posttrain import report
 from hf_posttrain.engines import engine
 from hf_posttrain.generation import rollout
 from hf_posttrain.methods import METHODS as TABLE
+from hf_posttrain.models.config import ModelSection
 from hf_posttrain.models.load import load_model
-from hf_posttrain.models.section import ModelSection
 from hf_posttrain.report import callbacks, compare
 from hf_posttrain.report.callbacks import describe_run, find_obstacle, pick_questions
 from hf_posttrain.report.run_folder import read
@@ -51,7 +51,7 @@ class Warn(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step in (1, 3):
-            logging.getLogger("hf_posttrain.watch").warning("look at step %d", state.global_step)
+            logging.getLogger("hf_posttrain.monitoring").warning("look at step %d", state.global_step)
         if state.global_step == self.fails:
             raise RuntimeError("lost")
 

@@ -19,9 +19,9 @@ from hf_posttrain.errors import InputError
 from hf_posttrain.generation import completions_client as http
 from hf_posttrain.generation.completions_client import ServerError
 from hf_posttrain.rounds.judges import make_judge
+from hf_posttrain.rounds.judges.config import JudgeSection, expand_judge, judge_problems
 from hf_posttrain.rounds.judges.models import RewardModel
 from hf_posttrain.rounds.judges.question import Question, question_of
-from hf_posttrain.rounds.judges.section import JudgeSection, expand_judge, judge_problems
 from hf_posttrain.rounds.judges.server import ServerJudge, matches, read_verdict
 
 CHAT = [{"role": "user", "content": "Say hi."}]

@@ -5,10 +5,10 @@ import operator
 
 import pytest
 
-from hf_posttrain.data.kinds import PREFERENCE, SUPERVISED, UNPAIRED
+from hf_posttrain.data.row_schema import PREFERENCE, SUPERVISED, UNPAIRED
 from hf_posttrain.rounds import pairing
+from hf_posttrain.rounds.config import PairSection, good_from
 from hf_posttrain.rounds.pairing import Row, pair_up
-from hf_posttrain.rounds.section import PairSection, good_from
 
 
 def paired(kind, scores, answers=None, stopped=None, threshold=None, **options):

@@ -15,7 +15,14 @@ from torch.nn.attention import flex_attention
 from training_for_tests import quick, token_rows, trainer_for
 
 from hf_posttrain.errors import InputError
-from hf_posttrain.scoring import attention, attention_masks, attention_selection, choose_layout, forward
+from hf_posttrain.scoring import (
+    attention,
+    attention_masks,
+    attention_selection,
+    forward,
+    layout_selection,
+    parity_check,
+)
 from hf_posttrain.scoring import flex as flex_blocks
 from hf_posttrain.scoring import varlen as varlen_kernel
 from hf_posttrain.scoring.head import LogProb
@@ -159,7 +166,7 @@ def test_a_model_that_does_not_pass_the_pieces_on_gets_a_mask(caplog):
     attention_selection.choose_attention(model, CPU)
     drop_pieces(model)
     with caplog.at_level(logging.INFO):
-        assert choose_layout.trusted_layout([model], "shared", explicit=True) == "shared"
+        assert layout_selection.trusted_layout([model], "shared", explicit=True) == "shared"
     assert "its attention gets a mask" in caplog.text
     assert attention_selection.row_multiple([model]) is None
     fresh = tiny_model()
@@ -181,7 +188,7 @@ def test_what_is_undone_is_what_the_model_had(flex):
             return own(_layer, *args, **kwargs | ({"attention_mask": None} if blocks else {}))
 
         layer.self_attn.forward = without
-    assert choose_layout.trusted_layout([model], "shared", explicit=True) == "shared"
+    assert layout_selection.trusted_layout([model], "shared", explicit=True) == "shared"
     assert model.config._attn_implementation == "eager"
     assert_equal(with_mask(model, EXAMPLES, "shared"), expected)
     assert not attention_selection.undo_choice(model)
@@ -190,14 +197,14 @@ def test_what_is_undone_is_what_the_model_had(flex):
 def test_a_kernel_that_is_wrong_in_half_precision_is_found(monkeypatch, varlen):
     """The check in float32 cannot run it."""
     monkeypatch.setattr(attention, "_takes_varlen", lambda _, value: value.dtype == torch.bfloat16)
-    monkeypatch.setattr(choose_layout, "has_varlen_kernel", lambda _: True)
+    monkeypatch.setattr(parity_check, "has_varlen_kernel", lambda _: True)
     for wrong in (False, True):
         model = tiny_model("qwen3").to(torch.bfloat16)
         forward.enable_scoring(model)
         attention_selection.choose_attention(model, CPU)
         if wrong:
             monkeypatch.setattr(attention, "varlen_attn", lambda q, *_, **__: 30 * torch.ones_like(q))
-        assert choose_layout.trusted_layout([model], "shared", explicit=True) == "shared"
+        assert layout_selection.trusted_layout([model], "shared", explicit=True) == "shared"
         assert model.config._attn_implementation == ("sdpa" if wrong else attention.BY_SEGMENT)
     assert varlen["varlen"]
 
@@ -312,8 +319,8 @@ def test_a_window_that_a_layer_does_not_tell_its_attention_is_found():
     for layer in model.model.layers:
         layer.self_attn.config = type("Config", (), {**vars(model.config), "sliding_window": None})()
         layer.self_attn.config._attn_implementation = attention.BY_SEGMENT
-    assert choose_layout.check(model, "shared") > 1e-2
-    assert choose_layout.trusted_layout([model], "shared", explicit=True) == "shared"
+    assert parity_check.check(model, "shared") > 1e-2
+    assert layout_selection.trusted_layout([model], "shared", explicit=True) == "shared"
     for layer in model.model.layers:
         layer.self_attn.config._attn_implementation = "sdpa"
     assert_equal(with_mask(model, EXAMPLES, "shared"), expected)
@@ -427,8 +434,8 @@ def test_flex_attention_of_one_row_is_that_of_the_dense_mask(name, flex):
     assert batch["input_ids"].shape[1] % flex_blocks.BLOCK == 0
     assert_equal(scored(model, batch), expected)
     assert flex["graphs"]
-    assert choose_layout.check(model, "shared") < 1e-4
-    assert choose_layout.check(model, "padded") < 1e-4
+    assert parity_check.check(model, "shared") < 1e-4
+    assert parity_check.check(model, "padded") < 1e-4
 
 
 def varied(count):
@@ -497,7 +504,7 @@ def test_flashattention_gets_the_bounds_of_documents(name, flash):
     expected = with_mask(model, EXAMPLES, "packed")
     model.config._attn_implementation = "flash_attention_2"
     attention_selection.choose_attention(model, GPU)
-    assert choose_layout.able([model])[0] == ["packed", "padded"]
+    assert layout_selection.able([model])[0] == ["packed", "padded"]
     batch = collate(EXAMPLES, "packed", row_multiple=attention_selection.row_multiple([model]))
     with HostReads() as reads:
         found = scored(model, batch)

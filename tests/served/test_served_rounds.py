@@ -11,7 +11,7 @@ from served_for_tests import EXACT, saved, served_model, serving
 from tokenizers_for_tests import byte_tokenizer
 
 from hf_posttrain import DPOConfig, DPOTrainer, run
-from hf_posttrain.rounds.in_rounds import in_rounds
+from hf_posttrain.rounds.iterative_trainer import in_rounds
 
 
 def odd_bytes(prompts, completions, references):

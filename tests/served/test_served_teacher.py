@@ -6,7 +6,7 @@ import torch
 from served_for_tests import served_model
 from training_for_tests import assert_same_step, fix_rollouts, one_step, token_rows, trainer_for
 
-from hf_posttrain.models.section import TeacherSection
+from hf_posttrain.models.config import TeacherSection
 
 V = 300
 WAYS = {

@@ -15,7 +15,7 @@ from urllib3 import Retry, Timeout
 from hf_posttrain.errors import InputError
 from hf_posttrain.generation import completions_client as http
 from hf_posttrain.generation.completions_client import ServerError
-from hf_posttrain.models.section import TeacherSection
+from hf_posttrain.models.config import TeacherSection
 
 OPTIONS = {
     "learning_rate": 3e-3, "num_generations": 2, "max_length": 64,

@@ -29,7 +29,7 @@ from tokenizers_for_tests import byte_tokenizer, gpt2_tokenizer
 from training_for_tests import LORA, logs_and_weights, second_model, token_rows, trainer_for
 
 from hf_posttrain.methods.rules import DIVERGENCES, PAIRED, POLICY_GRADIENT, REFERENCE_FREE, UNPAIRED
-from hf_posttrain.models.section import TeacherSection
+from hf_posttrain.models.config import TeacherSection
 from hf_posttrain.rollouts.options import TOKEN_WEIGHTS
 
 LAYOUTS = ("shared", "packed", "padded")

@@ -17,8 +17,8 @@ from hf_posttrain.generation import rollout
 from hf_posttrain.methods import METHODS
 from hf_posttrain.scoring import forward
 from hf_posttrain.scoring.attention_selection import choose_attention, row_multiple
-from hf_posttrain.scoring.choose_layout import able, choose_layout, trusted_layout
 from hf_posttrain.scoring.head import LogProb
+from hf_posttrain.scoring.layout_selection import able, choose_layout, trusted_layout
 from hf_posttrain.scoring.layouts import Branch, Example, collate
 
 EQUAL = 1e-4  # largest difference of a log-probability, in float32

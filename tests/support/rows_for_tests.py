@@ -1,6 +1,6 @@
 """Raw rows of every kind, so that a test over the table of methods covers a new method without an edit."""
 
-from hf_posttrain.data.kinds import PREFERENCE, PROMPTS, SUPERVISED, UNPAIRED
+from hf_posttrain.data.row_schema import PREFERENCE, PROMPTS, SUPERVISED, UNPAIRED
 from hf_posttrain.methods import METHODS
 
 COLUMNS = {

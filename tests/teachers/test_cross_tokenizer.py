@@ -15,7 +15,7 @@ from vllm_for_tests import Serving
 from hf_posttrain.data.align import Aligner, bytes_of, shared_ids
 from hf_posttrain.errors import InputError
 from hf_posttrain.losses.divergence import forward_kl, reverse_kl
-from hf_posttrain.models.section import TeacherSection
+from hf_posttrain.models.config import TeacherSection
 from hf_posttrain.teachers.cross_tokenizer import SHARED, CrossTokenizerTeacher, reached
 from hf_posttrain.teachers.eos import MergedEOS
 

@@ -26,7 +26,7 @@ from vllm_for_tests import Serving
 
 from hf_posttrain.errors import InputError
 from hf_posttrain.generation.completions_client import ServerError
-from hf_posttrain.models.section import TeacherSection
+from hf_posttrain.models.config import TeacherSection
 from hf_posttrain.teachers.local import LocalTeacher
 from hf_posttrain.teachers.self_teacher import MovingAverage
 from hf_posttrain.trainer import stateful

@@ -17,7 +17,7 @@ from vllm_for_tests import Serving
 
 from hf_posttrain import SFTConfig
 from hf_posttrain.scoring import attention, attention_selection, forward
-from hf_posttrain.trainer.loss_units import Meter
+from hf_posttrain.trainer.loss_output import Meter
 
 META = torch.device("meta")
 LAYOUTS = {method: ["shared", "packed", "padded"] for method in METHODS}

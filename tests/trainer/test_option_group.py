@@ -20,7 +20,7 @@ from hf_posttrain.rollouts.options import (
     VLLMServerOptions,
 )
 from hf_posttrain.teachers.options import TEACHER, TeacherOptions
-from hf_posttrain.trainer import same_run
+from hf_posttrain.trainer import run_fingerprint
 
 SERVER = {"kind": "vllm_server", "base_url": "http://a:1"}
 OLD = [  # method, options of the last release, options now
@@ -225,7 +225,7 @@ def test_a_checkpoint_of_the_last_release_is_compared(changed, different, tmp_pa
     args = config("opd", tmp_path, **changed)
     groups = METHODS["opd"].groups
     now = {key: options and options.described() for key, options in ((key, getattr(args, key)) for key in groups)}
-    found = same_run.differences(then, now | {"method": "opd", "beta": None}, None, groups)
+    found = run_fingerprint.differences(then, now | {"method": "opd", "beta": None}, None, groups)
     assert sorted(found) == different
 
 
@@ -302,7 +302,7 @@ def test_options_of_the_last_release_in_a_checkpoint(then, changed, different, t
     now = {key: options and options.described() for key, options in ((key, getattr(args, key)) for key in groups)}
     now |= {"beta": args.beta, "loss_type": args.loss_type, "rounds": rounds}
     old = {"method": "opd", "rollouts": "live", "horizon": None, "beta": None, "one_stop_outcome": True, "rounds": None}
-    found = same_run.differences(old | {"loss_type": args.loss_type} | then, now, None, groups)
+    found = run_fingerprint.differences(old | {"loss_type": args.loss_type} | then, now, None, groups)
     assert sorted(found) == different
 
 

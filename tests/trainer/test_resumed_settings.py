@@ -22,7 +22,7 @@ from hf_posttrain.errors import InputError
 from hf_posttrain.methods import METHODS as TABLE
 from hf_posttrain.methods import config_class
 from hf_posttrain.models import score_cache
-from hf_posttrain.trainer import checkpoint, same_run
+from hf_posttrain.trainer import checkpoint, run_fingerprint
 
 SETTINGS = {
     "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 3, "learning_rate": 1e-3,
@@ -169,13 +169,13 @@ def test_every_option_is_refused_or_changes_nothing(method, whole, tmp_path, mon
     refused = [field for field, said in found.items() if said.startswith("refused")]
     print(f"{method}: {len(found)} options changed, {len(refused)} refused, {len(found) - len(refused)} equal")
     refused_at_all = ("cannot be honoured", "needs", "is an option of")  # whether something is resumed or not
-    harmless = [found[field] for field in refused if field in same_run.HARMLESS]
+    harmless = [found[field] for field in refused if field in run_fingerprint.HARMLESS]
     assert not [message for message in harmless if not any(said in message for said in refused_at_all)]
 
 
 def test_the_names_of_what_may_change_exist():
     known = {field.name for method in METHODS for field in dataclasses.fields(config_class(TABLE[method]))}
-    assert known | {"eval_dataset"} >= same_run.HARMLESS | same_run.EVALUATION | same_run.IN_STATE
+    assert known | {"eval_dataset"} >= run_fingerprint.HARMLESS | run_fingerprint.EVALUATION | run_fingerprint.IN_STATE
 
 
 # ---- other models, rows and methods
@@ -217,8 +217,8 @@ def test_a_checkpoint_resumes_however_its_batches_were_copied_to_the_device(part
     """Older checkpoints describe it, and a run on a GPU has another default."""
     options = {"non_blocking": False, "even_batches": False}
     then, now = ({"accelerator_config": found} for found in (options, options | {part: value}))
-    assert bool(same_run.differences(then, now, None, {})) is refused
-    assert bool(same_run.differences(now, then, None, {})) is refused
+    assert bool(run_fingerprint.differences(then, now, None, {})) is refused
+    assert bool(run_fingerprint.differences(now, then, None, {})) is refused
 
 
 def test_another_base_of_an_adapter_is_refused(whole, tmp_path):
@@ -237,7 +237,7 @@ def test_what_zero3_has_cut_is_known_by_this_ranks_part(monkeypatch):
     for changed in (0.0, 0.0, 1.0):
         for weight in model.parameters():
             weight.ds_tensor = weight.flatten()[: weight.numel() // 2] + changed
-        keys.add(same_run.base_weights(model, None, TABLE["sft"]))
+        keys.add(run_fingerprint.base_weights(model, None, TABLE["sft"]))
     assert len(keys) == 2
 
 

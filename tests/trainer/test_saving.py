@@ -28,8 +28,8 @@ from vision_for_tests import seeing
 from hf_posttrain.errors import InputError
 from hf_posttrain.generation import rollout
 from hf_posttrain.models import score_cache
+from hf_posttrain.models.config import section_of
 from hf_posttrain.models.load import load_model
-from hf_posttrain.models.section import section_of
 from hf_posttrain.trainer import checkpoint, output_dir, saving
 
 pytestmark = pytest.mark.engines

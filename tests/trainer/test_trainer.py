@@ -50,7 +50,7 @@ from transformers import (
 
 import hf_posttrain
 from hf_posttrain import CPOConfig, DPOConfig, DPOTrainer, KDConfig, OPDTrainer, SFTConfig, SFTTrainer
-from hf_posttrain.data.kinds import SUPERVISED
+from hf_posttrain.data.row_schema import SUPERVISED
 from hf_posttrain.data.sources import load
 from hf_posttrain.errors import InputError
 from hf_posttrain.methods import METHODS as TABLE
@@ -58,7 +58,7 @@ from hf_posttrain.methods import config_class
 from hf_posttrain.models.load import set_in_config
 from hf_posttrain.recipe.sections import Source
 from hf_posttrain.report.run_folder import read
-from hf_posttrain.scoring import attention, choose_layout
+from hf_posttrain.scoring import attention, layout_selection, parity_check
 from hf_posttrain.scoring import forward as scoring
 from hf_posttrain.scoring.head import LogProb
 from hf_posttrain.scoring.layouts import Branch, Example, collate
@@ -76,7 +76,7 @@ def test_scoring_checks_itself_for_every_architecture():
         model = tiny_model(name)
         scoring.enable_scoring(model)
         for layout in ("shared", "packed", "padded"):
-            assert choose_layout.check(model, layout) < 1e-4
+            assert parity_check.check(model, layout) < 1e-4
 
 
 class Odd(nn.Linear):
@@ -101,7 +101,7 @@ def test_a_head_that_is_more_than_linear_is_run_as_a_module(tmp_path):
     odd.weight = model.lm_head.weight
     model.lm_head = odd
     scoring.enable_scoring(model)
-    assert choose_layout.check(model, "shared") < 1e-4
+    assert parity_check.check(model, "shared") < 1e-4
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -134,12 +134,12 @@ def test_layouts_are_chosen_by_what_the_model_can_take():
     sdpa, flash, hybrid = tiny_model(), tiny_model(), tiny_model()
     flash.config._attn_implementation = "flash_attention_2"
     hybrid.config.layer_types = ["linear_attention", "full_attention"]
-    assert choose_layout.choose_layout([sdpa], "auto") == "shared"
-    assert choose_layout.choose_layout([flash], "auto") == "packed"
-    assert choose_layout.choose_layout([sdpa, flash], "auto") == "packed"
-    assert choose_layout.choose_layout([sdpa, hybrid], "auto") == "padded"
+    assert layout_selection.choose_layout([sdpa], "auto") == "shared"
+    assert layout_selection.choose_layout([flash], "auto") == "packed"
+    assert layout_selection.choose_layout([sdpa, flash], "auto") == "packed"
+    assert layout_selection.choose_layout([sdpa, hybrid], "auto") == "padded"
     with pytest.raises(InputError, match=r"linear_attention.*use layout='padded'"):
-        choose_layout.choose_layout([hybrid], "shared")
+        layout_selection.choose_layout([hybrid], "shared")
 
 
 def test_rows_are_filled_as_cheaply_as_can_be():

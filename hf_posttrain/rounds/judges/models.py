@@ -9,14 +9,14 @@ import torch
 from accelerate.utils import send_to_device
 from transformers import AutoModelForSequenceClassification
 
-from ...data.as_written import from_rows
 from ...data.chat import ChatTemplate, encode
-from ...data.kinds import SUPERVISED
+from ...data.json_rows import from_rows
 from ...data.prepare import prepare
+from ...data.row_schema import SUPERVISED
 from ...errors import InputError
 from ...models import load
+from ...models.config import ModelSection, section_of
 from ...models.score_cache import weights_key
-from ...models.section import ModelSection, section_of
 from ...scoring.forward import causal_lm, enable_scoring, score
 from ...scoring.head import LogProb
 from ...scoring.layouts import Branch, Example, collate

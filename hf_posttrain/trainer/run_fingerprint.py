@@ -18,8 +18,8 @@ from ..data.images import versions
 from ..engines import sharded
 from ..errors import shown
 from ..models import adapters, score_cache
+from ..monitoring.symptoms import listed
 from ..scoring import forward
-from ..watch.symptoms import listed
 from .interface import TrainerInterface
 from .option_group import OptionGroup, OptionKind
 from .renamed_options import RENAMED, with_new_names

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..data.images import PictureReader
 from ..scoring.forward import is_vision, vision_weights
-from .kept import Kept
+from .saved_tensors import Kept
 
 
 @dataclass(frozen=True)

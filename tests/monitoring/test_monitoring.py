@@ -23,11 +23,11 @@ from training_for_tests import METHODS, fix_rollouts, quick, second_model, token
 from hf_posttrain.errors import InputError
 from hf_posttrain.generation import rollout
 from hf_posttrain.methods import METHODS as TABLE
+from hf_posttrain.monitoring import anomaly_monitor
+from hf_posttrain.monitoring import symptoms as watch
+from hf_posttrain.monitoring.threads import crowded
 from hf_posttrain.trainer.base import PostTrainer
 from hf_posttrain.trainer.rules import stops
-from hf_posttrain.watch import guard
-from hf_posttrain.watch import symptoms as watch
-from hf_posttrain.watch.threads import crowded
 
 RUNS = json.loads(Path(__file__).with_name("histories.json").read_text())
 REPOSITORY = Path(__file__).parents[2]
@@ -174,11 +174,11 @@ class Seen(list):
 
 def guarded(method, logs, monkeypatch):
     """(a Guard that has seen the logs as they came, name -> step of its first warning)."""
-    monkeypatch.setattr(guard, "broadcast_object_list", lambda found: found)
+    monkeypatch.setattr(anomaly_monitor, "broadcast_object_list", lambda found: found)
     trainer = types.SimpleNamespace(
         args=types.SimpleNamespace(stop_on=None), method=TABLE[method], get_total_train_batch_size=lambda args: 16
     )
-    watcher, first = guard.Guard(trainer), {}
+    watcher, first = anomaly_monitor.Guard(trainer), {}
     monkeypatch.setattr(watcher, "_nonfinite", dict)
     for log in logs:
         state = types.SimpleNamespace(log_history=[log], is_world_process_zero=True, global_step=log["step"])
@@ -290,7 +290,7 @@ def spoil(trainer, from_step, rank=0):
 @pytest.mark.parametrize("method", quick("kto", "opd", among=METHODS))
 def test_the_batch_of_the_first_bad_step_is_saved(method, kept, tmp_path, monkeypatch, caplog):
     """Rows 4 to 7 are those of step 3 (2 micro-batches of 1 row): row 4 is in the first."""
-    monkeypatch.setattr(guard, "KEPT", kept)
+    monkeypatch.setattr(anomaly_monitor, "KEPT", kept)
     fix_rollouts(monkeypatch)
     rows = token_rows(method, 12)
     trainer = spoil(trainer_for(
@@ -371,7 +371,7 @@ def test_a_batch_that_cannot_be_kept_is_no_end(error, tmp_path, monkeypatch, cap
         raise error
 
     trainer = spoil(trainer_for("sft", tiny_model(), token_rows("sft"), tmp_path, max_steps=3, logging_steps=1), 2)
-    monkeypatch.setattr(guard.torch, "save", full)
+    monkeypatch.setattr(anomaly_monitor.torch, "save", full)
     trainer.train()
     reason = "No space left on device" if isinstance(error, OSError) else "failed writing file"
     file = tmp_path / "nonfinite_step_2_rank_0.pt"
@@ -409,7 +409,7 @@ def on_a_full_disk(rank, folder):
         raise OSError(28, "No space left on device")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(guard.torch, "save", full)
+        patch.setattr(anomaly_monitor.torch, "save", full)
         patch.setattr(PostTrainer, "_save_checkpoint", lambda *args: None)  # on the same disk
         return on_ranks(rank, folder, 1)
 

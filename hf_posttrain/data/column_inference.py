@@ -8,8 +8,8 @@ from typing import NamedTuple
 import yaml
 
 from ..errors import shown
-from .kinds import OPTIONAL, Reader
 from .messages import text_of
+from .row_schema import OPTIONAL, Reader
 
 _NAMES = yaml.safe_load(Path(__file__).with_name("usual_names.yaml").read_text(encoding="utf-8"))
 _KINDS = {"label": "flag", "messages": "messages", "text": "text", "prompt_ids": "ids", "completion_ids": "ids",

@@ -14,9 +14,9 @@ from pyarrow import parquet
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..trainer.output_dir import write_json
-from .draw import FOLDER
-from .record import SUMMARY
-from .section import rounds_in
+from .config import rounds_in
+from .iteration_log import SUMMARY
+from .sample_and_judge import FOLDER
 
 logger = logging.getLogger(__name__)
 

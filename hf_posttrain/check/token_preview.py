@@ -16,8 +16,8 @@ from ..data import chat
 from ..data.align import Aligner
 from ..data.encode import NO_TARGET
 from ..data.images import picture_size, read_by
-from ..data.kinds import Reader, RowKind
 from ..data.prepare import tokenised
+from ..data.row_schema import Reader, RowKind
 from ..data.sources import load
 from ..errors import InputError, error_context, printable
 from ..recipe.datasets import names_of

@@ -36,9 +36,9 @@ from transformers.trainer_utils import EvalLoopOutput
 from ..batching.micro_batch import MicroBatch
 from ..capabilities import Feature, check_features, conflict
 from ..data.dataset_type import AnyDataset
-from ..data.kinds import PROMPTS
 from ..data.lengths import check_answered, tokens_of
 from ..data.prepare import prepare, prompt_key, typed_rows
+from ..data.row_schema import PROMPTS
 from ..errors import InputError
 from ..generation.completions_client import ServerError
 from ..models.load import drawable_ids
@@ -50,12 +50,12 @@ from ..scoring.forward import causal_lm
 from ..scoring.layouts import share_out
 from ..trainer.base import PostTrainer
 from ..trainer.config import PostTrainConfig
-from .draw import Judged, Pieces, Stopped, draw, pieces_of
+from .config import RoundsSection, good_from, make_section, rounds_features, rounds_in, rounds_problems
+from .iteration_log import record, summarise
+from .iteration_state import Round
 from .judges import make_judge
 from .pairing import Paired, pair_up
-from .record import record, summarise
-from .section import RoundsSection, good_from, make_section, rounds_features, rounds_in, rounds_problems
-from .under_way import Round
+from .sample_and_judge import Judged, Pieces, Stopped, draw, pieces_of
 
 logger = logging.getLogger(__name__)
 EVALUATION = 2**31

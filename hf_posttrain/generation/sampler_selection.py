@@ -1,4 +1,4 @@
-"""How a model's answers are generated, and the proof that they are its own: as `scoring.choose_layout` for scores."""
+"""How a model's answers are generated, and the proof that they are its own: as `scoring.layout_selection` for scores."""
 
 import logging
 import math
@@ -11,11 +11,11 @@ from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ..errors import InputError
-from ..scoring.choose_layout import own_logits, some_ids, spans, tolerance, within
 from ..scoring.forward import cache_argument, causal_lm
+from ..scoring.parity_check import own_logits, some_ids, spans, tolerance, within
 from ..scoring.rotary import rope_switch
-from .by_transformers import BROKEN
 from .graphs import can_replay
+from .hf_generate import BROKEN
 
 logger = logging.getLogger(__name__)
 GRAPHS, DECODE, BATCHES, ALONE = "graphs", "decode", "batches", "alone"

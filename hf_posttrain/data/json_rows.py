@@ -17,8 +17,8 @@ from datasets.features.features import register_feature
 from ..errors import InputError
 from .files import rows_of
 from .images import data_url
-from .kinds import OPTIONAL
 from .messages import without_none
+from .row_schema import OPTIONAL
 
 logger = logging.getLogger(__package__)
 

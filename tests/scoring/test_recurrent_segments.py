@@ -12,15 +12,15 @@ from plain_for_tests import token_logps
 from training_for_tests import LORA, METHODS, TABLE, assert_same_step, fix_rollouts, one_step, quick, token_rows
 from transformers import CONFIG_MAPPING
 
-from hf_posttrain.check.kept import Kept
+from hf_posttrain.check.saved_tensors import Kept
 from hf_posttrain.errors import InputError
 from hf_posttrain.generation import rollout
-from hf_posttrain.scoring import forward, states
+from hf_posttrain.scoring import forward, recurrent_segments
 from hf_posttrain.scoring.attention_selection import choose_attention, row_multiple
-from hf_posttrain.scoring.choose_layout import able, choose_layout, trusted_layout
 from hf_posttrain.scoring.head import LogProb
+from hf_posttrain.scoring.layout_selection import able, choose_layout, trusted_layout
 from hf_posttrain.scoring.layouts import Branch, Example, collate
-from hf_posttrain.scoring.states import Pieces, stateful_layers
+from hf_posttrain.scoring.recurrent_segments import Pieces, stateful_layers
 
 HYBRIDS = ["qwen3_5_text", "qwen3_next", "granitemoehybrid", "nemotron_h", "kimi_linear", "olmo_hybrid", "falcon_h1",
            "bamba", "qwen3_5_moe_text", "zamba2", "bailing_hybrid"]  # fmt: skip
@@ -179,7 +179,7 @@ SIZES = [(3, 3), (2, 5), (1, 4), (4, 4), (1, 1), (2, 3), (3, 3)]
 
 @pytest.mark.parametrize("alike", [1, 32])
 def test_pieces_go_on_where_their_prompt_ended(alike, monkeypatch):
-    monkeypatch.setattr(states, "ALIKE", alike)
+    monkeypatch.setattr(recurrent_segments, "ALIKE", alike)
     pieces = Pieces.of(SIZES, CPU)
     branches, begins = ([each[part].tolist() for each in pieces.branches] for part in (0, 1))
     if alike == 1:
@@ -197,7 +197,7 @@ def test_pieces_go_on_where_their_prompt_ended(alike, monkeypatch):
 @pytest.mark.parametrize("name", quick("qwen3_5_text", among=HYBRIDS))
 def test_pieces_of_unequal_length_are_computed_apart(name, monkeypatch):
     """With the numbers of each answer alone, and without the memory of padding."""
-    monkeypatch.setattr(states, "ALIKE", 1)
+    monkeypatch.setattr(recurrent_segments, "ALIKE", 1)
     model = build(name)
     assert_equal(together(model, "shared"), alone(model))
     assert len(Pieces.of([(1, 1), (40, 40)], CPU).branches) == 2

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from ..trainer.output_dir import write_json
-from .draw import FOLDER, Judged
 from .judges.question import answer_row
 from .pairing import Paired
+from .sample_and_judge import FOLDER, Judged
 
 logger = logging.getLogger(__name__)
 SUMMARY = "rounds.json"

@@ -15,7 +15,7 @@ from training_for_tests import METHODS, fix_rollouts, names_where, second_model,
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainerState
 
 from hf_posttrain.methods import METHODS as TABLE
-from hf_posttrain.watch import progress
+from hf_posttrain.monitoring import progress
 
 LINE = re.compile(r"step \d+/6  loss \d\S*  (\w[\w ]* -?[\d.e-]+  )*[\d,]+ tokens/s  \d\d:\d\d<\d\d:\d\d")
 

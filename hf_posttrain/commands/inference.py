@@ -15,20 +15,20 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from ..data.images import read_by
-from ..data.kinds import PROMPTS
 from ..data.prepare import prepare
+from ..data.row_schema import PROMPTS
 from ..data.sources import load
 from ..errors import InputError
 from ..generation import rollout
-from ..generation.by_transformers import BROKEN
+from ..generation.hf_generate import BROKEN
+from ..models.config import ModelSection
 from ..models.load import check_model, check_tokenizer_fits, drawable_ids, load_model, load_tokenizer
 from ..models.policy import find_terminal_ids
-from ..models.section import ModelSection
 from ..recipe.sections import Source
 from ..scoring.forward import enable_scoring, score
 from ..scoring.head import LogProb
 from ..scoring.layouts import Branch, Example, Prompt, collate
-from ..scoring.pictures import Pictures
+from ..scoring.vision_inputs import Pictures
 
 
 class Answerer:

@@ -4,7 +4,7 @@ import pytest
 from templates_for_tests import FAMILIES, family_tokenizer
 
 from hf_posttrain.data.template import switches
-from hf_posttrain.data.traps import traps
+from hf_posttrain.data.template_report import traps
 
 ODD = {
     "BOS": ("it writes the BOS", {"llama2", "llama3", "llama3.1", "mistral", "mistral7", "gemma", "gemma3", "gemma4",

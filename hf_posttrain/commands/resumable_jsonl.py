@@ -55,7 +55,7 @@ class PieceFile:
     def left(self, starts: Sequence[int], what: str) -> Iterator[int]:
         """Those of the numbers, one for each piece, whose pieces are not there; with a bar on a terminal, otherwise
         with a line now and then."""
-        from ..watch.progress import Steps
+        from ..monitoring.progress import Steps
 
         if self.done:
             logger.info("%s: %d of %d pieces were done before", what, self.done, len(starts))

@@ -11,8 +11,9 @@ from training_for_tests import fix_rollouts, quick, token_rows, trainer_for
 from transformers import Qwen3ForSequenceClassification, Qwen3Model
 
 from hf_posttrain.errors import InputError
-from hf_posttrain.scoring import attention, choose_layout, forward
-from hf_posttrain.scoring.choose_layout import check, tolerance, trusted_layout
+from hf_posttrain.scoring import attention, forward, parity_check
+from hf_posttrain.scoring.layout_selection import trusted_layout
+from hf_posttrain.scoring.parity_check import check, tolerance
 
 LOW = {"bf16 weights": (torch.bfloat16, False), "autocast": (torch.float32, True), "both": (torch.bfloat16, True)}
 
@@ -26,7 +27,7 @@ def scoring(model, dtype=torch.float32):
 @pytest.mark.parametrize(("dtype", "autocast"), LOW.values(), ids=LOW)
 def test_the_check_is_as_exact_in_low_precision(name, dtype, autocast):
     model = scoring(tiny_model(name), dtype)
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast), choose_layout.InFloat32():
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast), parity_check.InFloat32():
         assert check(model, "shared") < 1e-4
 
 
@@ -80,7 +81,7 @@ def test_a_model_without_logits_of_tokens_is_refused(kind):
 def test_products_of_several_tensors_in_one_argument_are_in_float32():
     """As ProphetNet's einsum has them."""
     pair = torch.ones(2, 3, dtype=torch.bfloat16), torch.ones(3, 2, dtype=torch.bfloat16)
-    with choose_layout.InFloat32():
+    with parity_check.InFloat32():
         assert torch.einsum("ij,jk->ik", pair).dtype == torch.einsum("ij,jk->ik", *pair).dtype == torch.float32
 
 
@@ -95,7 +96,7 @@ def test_a_kernel_that_takes_no_float32_is_checked_as_it_is(monkeypatch, caplog)
     def refuse(*args):
         raise RuntimeError("only bfloat16 here")
 
-    monkeypatch.setattr(choose_layout.InFloat32, "__enter__", refuse)
+    monkeypatch.setattr(parity_check.InFloat32, "__enter__", refuse)
     with caplog.at_level(logging.INFO):
         assert trusted_layout([scoring(tiny_model(), torch.bfloat16)], "shared", explicit=True) == "shared"
     assert "check in float32: only bfloat16 here" in caplog.text

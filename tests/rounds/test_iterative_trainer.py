@@ -29,16 +29,16 @@ from vllm_for_tests import Serving
 
 from hf_posttrain import run
 from hf_posttrain.data.images import read_by
-from hf_posttrain.data.kinds import PREFERENCE, SUPERVISED, UNPAIRED
 from hf_posttrain.data.prepare import prompt_key
+from hf_posttrain.data.row_schema import PREFERENCE, SUPERVISED, UNPAIRED
 from hf_posttrain.errors import InputError
 from hf_posttrain.generation import rollout
 from hf_posttrain.generation.completions_client import ServerError
 from hf_posttrain.methods import METHODS as TABLE
 from hf_posttrain.methods import config_class, trainer_class
-from hf_posttrain.rounds import draw, in_rounds, record
+from hf_posttrain.rounds import iteration_log, iterative_trainer, sample_and_judge
+from hf_posttrain.rounds.config import good_from, make_section
 from hf_posttrain.rounds.pairing import Paired, pair_up
-from hf_posttrain.rounds.section import good_from, make_section
 from hf_posttrain.trainer import stateful
 
 KINDS = (SUPERVISED, PREFERENCE, UNPAIRED)
@@ -70,7 +70,7 @@ def trainer(method, folder, changes=None, model=None, rows=None, callbacks=None,
         "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "logging_steps": 1, "report_to": "none",
         "save_strategy": "no", "disable_tqdm": True, "activation_checkpointing": False, "max_length": 60,
     } | config  # fmt: skip
-    made = in_rounds.in_rounds(trainer_class(TABLE[method]), section(**(changes or {})))
+    made = iterative_trainer.in_rounds(trainer_class(TABLE[method]), section(**(changes or {})))
     return made(
         model or tiny_model(), config_class(TABLE[method])(**config), train_dataset=rows or prompts(),
         eval_dataset=evaluated, processing_class=byte_tokenizer(), callbacks=callbacks,
@@ -223,7 +223,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(method, changes, tmp
 
 def test_what_was_sampled_of_a_round_is_found_again(tmp_path, monkeypatch):
     """The second judge call fails; the next try answers what is left alone, and ends as a run that did not fail."""
-    monkeypatch.setattr(draw, "PIECE", 4)
+    monkeypatch.setattr(sample_and_judge, "PIECE", 4)
     whole = trainer("dpo", tmp_path / "whole")
     whole.train()
     broken = trainer("dpo", tmp_path / "broken")
@@ -307,7 +307,7 @@ def slow_odd_bytes(prompts, completions, references):
 @pytest.mark.slow
 def test_a_server_that_is_lost_in_a_round_costs_what_it_had_not_answered(tmp_path, monkeypatch):
     """The checkpoint that is saved then leaves the pieces of the round that was under way."""
-    monkeypatch.setattr(draw, "PIECE", 4)
+    monkeypatch.setattr(sample_and_judge, "PIECE", 4)
     whole = trainer("dpo", tmp_path / "whole")
     whole.train()
     lost = trainer("dpo", tmp_path / "lost", save_strategy="steps", save_steps=100)
@@ -343,7 +343,7 @@ def test_a_server_that_is_lost_in_a_round_costs_what_it_had_not_answered(tmp_pat
 def test_a_run_that_is_stopped_in_a_round_ends_after_the_piece(call, best, saved, left, tmp_path, monkeypatch, caplog):
     """SIGTERM at a call of the judge: what was trained is saved, and pieces that are done are found again. After the
     last piece there is a step. The best model is not loaded, nor are others deleted for it; dropout goes on."""
-    monkeypatch.setattr(draw, "PIECE", 4)
+    monkeypatch.setattr(sample_and_judge, "PIECE", 4)
     options = {"eval_strategy": "steps", "eval_steps": 1, "evaluated": prompts(2), "load_best_model_at_end": True,
                "save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}  # fmt: skip
     options = options if best else {}
@@ -384,7 +384,7 @@ def terminate_at(call, stopped):
 def test_pieces_of_other_weights_or_options_are_not_taken(tmp_path):
     def name(changes=None, seed=0, rows=None):
         made = trainer("sft", tmp_path, changes, tiny_model(seed=seed), rows)
-        return draw.pieces_of(made, made.train_dataset, 42, 0).folder.name
+        return sample_and_judge.pieces_of(made, made.train_dataset, 42, 0).folder.name
 
     own = name()
     assert own == name()
@@ -403,7 +403,7 @@ def test_scores_of_a_function_that_was_changed_are_not_taken(tmp_path, monkeypat
         sys.modules.pop("changing", None)
         linecache.clearcache()
         made = trainer("sft", tmp_path, {"judge": "changing:f"})
-        names.append(draw.pieces_of(made, made.train_dataset, 42, 0).folder.name)
+        names.append(sample_and_judge.pieces_of(made, made.train_dataset, 42, 0).folder.name)
     assert names[0] != names[1]
 
 
@@ -420,7 +420,7 @@ def test_the_users_config_stays_as_it_is(tmp_path):
     given = {"use_cpu": True, "num_train_epochs": 1, "report_to": "none", "max_length": 60}
     config = config_class(TABLE["sft"])(str(tmp_path), **given)
     for _ in range(2):
-        made = in_rounds.in_rounds(trainer_class(TABLE["sft"]), section())
+        made = iterative_trainer.in_rounds(trainer_class(TABLE["sft"]), section())
         done = made(tiny_model(), config, train_dataset=prompts(), processing_class=byte_tokenizer())
         assert (config.num_train_epochs, done.args.num_train_epochs, done.args.passes) == (1, 3, 1)
 
@@ -457,14 +457,14 @@ def run_of(rank, method, engine, changes, folder, resumed=None, stopped=False):
      pytest.param("kto", {}, marks=pytest.mark.slow), pytest.param("dpo", {"steps": 1}, marks=pytest.mark.slow)],
 )  # fmt: skip
 def test_two_processes_are_one(method, changes, engine, tmp_path, monkeypatch):
-    monkeypatch.setattr(draw, "PIECE", 5)
+    monkeypatch.setattr(sample_and_judge, "PIECE", 5)
     expected = run_of(None, method, "single", changes, str(tmp_path / "one"))
     found = on_two(small_pieces, engine, method, engine, changes, str(tmp_path / "two"))
     assert_same_run(found[0], expected)
 
 
 def small_pieces(rank, *args):
-    draw.PIECE = 5
+    sample_and_judge.PIECE = 5
     return run_of(rank, *args)
 
 
@@ -513,7 +513,7 @@ def test_answers_to_pictures_train_with_them(method, tmp_path):
     """The rows of a round have their prompts' pictures, and its reference scores as the policy that sampled."""
     model, tokenizer = seeing("qwen3_vl")
     given = {"count": 1, "reference": "round" if method in REFERENCED else "first"}
-    made = in_rounds.in_rounds(trainer_class(TABLE[method]), section(**given))
+    made = iterative_trainer.in_rounds(trainer_class(TABLE[method]), section(**given))
     done = made(
         model,
         config_class(TABLE[method])(
@@ -539,7 +539,7 @@ def test_answers_to_pictures_train_with_them(method, tmp_path):
 )  # fmt: skip
 def test_what_is_shown_no_pictures_is_refused(changes, said, tmp_path):
     model, tokenizer = seeing("qwen3_vl")
-    made = in_rounds.in_rounds(trainer_class(TABLE["sft"]), section(**changes))
+    made = iterative_trainer.in_rounds(trainer_class(TABLE["sft"]), section(**changes))
     config = config_class(TABLE["sft"])(str(tmp_path), use_cpu=True, report_to="none", max_length=200)
     with pytest.raises(InputError, match=said):
         made(model, config, train_dataset=picture_prompts(), processing_class=read_by(tokenizer).processor)
@@ -581,8 +581,8 @@ def test_scores_that_fall_are_warned_of(first, second, warns, tmp_path, caplog):
     for number, scores in enumerate((first, second)):
         done.round.number = number
         rows = prompts(len(scores))
-        judged = [draw.Judged([[1, 258]], [score]) for score in scores]
-        record.record(done, prepared(rows), judged, Paired([[] for _ in scores]), 1.0)
+        judged = [sample_and_judge.Judged([[1, 258]], [score]) for score in scores]
+        iteration_log.record(done, prepared(rows), judged, Paired([[] for _ in scores]), 1.0)
     assert ("round 2: its answers score" in caplog.text) == warns
 
 
@@ -596,14 +596,14 @@ def test_a_judge_that_compares_has_no_level_to_fall_from(tmp_path, caplog):
     given = section(judge=judge)
     config = {"load_best_model_at_end": True, "max_length": 600, "eval_strategy": "epoch", "save_strategy": "epoch"}
     with pytest.raises(InputError, match=r"shares of wins .* set it to exact_match"):
-        in_rounds.with_section(config_class(TABLE["sft"])(str(tmp_path), **config), given)
-    assert "rounds/score" not in in_rounds.in_rounds(trainer_class(TABLE["sft"]), given).method.key_metrics
+        iterative_trainer.with_section(config_class(TABLE["sft"])(str(tmp_path), **config), given)
+    assert "rounds/score" not in iterative_trainer.in_rounds(trainer_class(TABLE["sft"]), given).method.key_metrics
     done = trainer("sft", tmp_path)
     type(done).section = make_section({**vars(done.section), "judge": given.judge})
     for number, score in enumerate((0.9, 0.1)):
         done.round.number = number
-        judged = [draw.Judged([[1, 258]], [score + n / 1000]) for n in range(9)]
-        record.record(done, prepared(prompts(9)), judged, Paired([[] for _ in judged]), 1.0)
+        judged = [sample_and_judge.Judged([[1, 258]], [score + n / 1000]) for n in range(9)]
+        iteration_log.record(done, prepared(prompts(9)), judged, Paired([[] for _ in judged]), 1.0)
     assert "made them worse" not in caplog.text
 
 
@@ -789,7 +789,7 @@ def test_rounds_are_no_more_than_steps(tmp_path, caplog):
 
 def test_methods_with_a_teacher_are_refused():
     with pytest.raises(InputError, match="learns from a teacher"):
-        in_rounds.in_rounds(trainer_class(TABLE["opd"]), 3)
+        iterative_trainer.in_rounds(trainer_class(TABLE["opd"]), 3)
 
 
 def test_exact_match_needs_answers(tmp_path):

@@ -4,7 +4,7 @@ A history is the training logs so far, oldest first: each with `step`, `rows` (t
 A symptom is found by a pure function from a history to the figures that show it, as text, or None. One odd log is no
 symptom: every function wants several in a row.
 
-NaN losses are found in `guard`, which also warns and stops. Nothing here imports torch, so recipes are checked fast.
+NaN losses are found in `anomaly_monitor`, which also warns and stops. Nothing here imports torch, so recipes are checked fast.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence

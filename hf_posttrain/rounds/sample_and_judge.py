@@ -17,12 +17,12 @@ from ..errors import InputError
 from ..generation import rollout
 from ..generation.completions_client import ServerError
 from ..models.score_cache import rows_key, weights_key
+from ..monitoring.progress import Steps
 from ..scoring.forward import unwrapped
 from ..scoring.layouts import Prompt
 from ..trainer.output_dir import write_json
-from ..watch.progress import Steps
+from .config import RoundsSection
 from .judges.question import question_of
-from .section import RoundsSection
 
 logger = logging.getLogger(__name__)
 FOLDER = "_rounds"

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from vision_for_tests import seeing
 
 from hf_posttrain.commands import chat
-from hf_posttrain.commands.answers import Answerer
+from hf_posttrain.commands.inference import Answerer
 from hf_posttrain.data import chat as templates
 from hf_posttrain.data.images import read_by
 from hf_posttrain.data.prepare import prepare
@@ -28,7 +28,7 @@ from hf_posttrain.data.sources import load
 from hf_posttrain.errors import InputError
 from hf_posttrain.methods import METHODS
 from hf_posttrain.methods.sft import SFTConfig
-from hf_posttrain.models.section import ModelSection
+from hf_posttrain.models.config import ModelSection
 from hf_posttrain.recipe.sections import Source
 from hf_posttrain.scoring.layouts import Prompt
 

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..capabilities import Feature
-from ..data.kinds import RowKind
+from ..data.row_schema import RowKind
 from ..errors import InputError, nearest, shown
 from ..options import option
 from ..rollouts.options import SAMPLERS, sampler_problems, uses_vllm
 from ..trainer.limits import COUNT, NOT_NEGATIVE, Problem
 from ..trainer.renamed_options import warn_of_old_names, with_new_names
 from ..trainer.rules import beyond
-from .judges.section import JudgeSection, expand_judge, judge_problems
+from .judges.config import JudgeSection, expand_judge, judge_problems
 
 LIMITS = {
     "count": COUNT, "steps": COUNT, "num_generations": COUNT, "temperature": NOT_NEGATIVE,

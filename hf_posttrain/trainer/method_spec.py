@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ..data.kinds import RowKind
+from ..data.row_schema import RowKind
 from .limits import Limit, Problem
 from .option_group import OptionGroup
 
