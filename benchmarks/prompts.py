@@ -20,14 +20,14 @@ from PIL import Image
 from torch import Tensor
 
 from hf_posttrain.batching.micro_batch import MicroBatch
-from hf_posttrain.check.saved_tensors import Kept
-from hf_posttrain.data.images import PictureReader, stored
+from hf_posttrain.check.saved_tensors import SavedTensorCounter
+from hf_posttrain.data.images import ImageReader, stored
 from hf_posttrain.models.load import without_videos
 from hf_posttrain.scoring import forward
 from hf_posttrain.scoring.attention_selection import choose_attention, row_multiple
 from hf_posttrain.scoring.head import LogProb
 from hf_posttrain.scoring.layouts import Branch, Example, collate
-from hf_posttrain.scoring.vision_inputs import Pictures
+from hf_posttrain.scoring.vision_inputs import VisionInputs
 
 tf: Any = transformers  # its classes come lazily
 
@@ -51,7 +51,7 @@ def hybrid(answer: int) -> tuple[Any, list[Example], Any]:
 
 
 def pictures(answer: int) -> tuple[Any, list[Example], Any]:
-    """(model, examples, `Pictures`)."""
+    """(model, examples, `VisionInputs`)."""
     vision = {"depth": 6, "hidden_size": 384, "intermediate_size": 1536, "num_heads": 6, "out_hidden_size": WIDTH,
               "deepstack_visual_indexes": [2]}  # fmt: skip
     rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": SECTIONS, "mrope_interleaved": True}
@@ -59,12 +59,12 @@ def pictures(answer: int) -> tuple[Any, list[Example], Any]:
     special = {f"{name}_token_id": PLACE if name == "image" else END for name in names}
     config = tf.Qwen3VLConfig(text_config=TEXT | {"rope_parameters": rope}, vision_config=vision, **special)
     model = tf.Qwen3VLForConditionalGeneration(config)
-    reader = PictureReader(_processor())
+    reader = ImageReader(_processor())
     picture = stored(Image.effect_noise((448, 448), 60).convert("RGB"))
     count = reader.features(reader.expansion(picture))
     rows = [Example([7, *[PLACE] * count, *range(20, 40)], [Branch([*range(50, 50 + answer)])] * 2, pictures=[picture])
             for _ in range(4)]  # fmt: skip
-    return model, rows, Pictures.of(model, reader)
+    return model, rows, VisionInputs.of(model, reader)
 
 
 def _processor() -> Any:
@@ -80,7 +80,7 @@ def _processor() -> Any:
 
 def step(model: Any, batch: MicroBatch) -> tuple[float, int, Tensor]:
     """(seconds, bytes that the forward kept for the backward, log-probability of each answer)."""
-    kept = Kept(model.parameters())
+    kept = SavedTensorCounter(model.parameters())
     start = time.perf_counter()
     with kept.counting():
         values = forward.score(model, batch, LogProb(batch.targets)).value

@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return report_crash(error, folder)
 
 
-class Labelled(logging.Formatter):
+class LabelledFormatter(logging.Formatter):
     """The message alone; a warning of this package says that it is one, in yellow on a terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -115,7 +115,7 @@ class Labelled(logging.Formatter):
 def set_up_messages() -> None:
     """What is logged goes to stderr, labelled; what other packages say that nobody can act on is left out."""
     handler = logging.StreamHandler()
-    handler.setFormatter(Labelled())
+    handler.setFormatter(LabelledFormatter())
     logging.basicConfig(handlers=[handler])
     for said in (".*pin_memory.*no accelerator", ".*is_gradient_checkpointing"):
         warnings.filterwarnings("ignore", message=said)

@@ -23,7 +23,7 @@ from ..models.config import ModelSection
 from ..models.policy import freeze_vision
 from ..scoring import forward
 from . import vision_memory
-from .saved_tensors import Kept
+from .saved_tensors import SavedTensorCounter
 
 HOST = ("cpu", "nvme")  # where DeepSpeed may keep what is not on the device
 # bytes of a quantised weight: in 4 bits with a byte for each 64 of them, and a float32 for each 256 of those
@@ -176,7 +176,7 @@ class Shapes:
         does."""
         self.tower = self.reader and vision_memory.tower_of(self.inner, self.reader, dtype)
         forward.enable_scoring(self.model.train().to(dtype))
-        kept = Kept((*self.model.parameters(), *self.model.buffers()))
+        kept = SavedTensorCounter((*self.model.parameters(), *self.model.buffers()))
         starts, self.cache = [0], 0  # what was kept when each layer began; keys and values
         gathered = batch.segments["gathered"] if batch.segments else None
         gathered = None if gathered is None else gathered.to("meta")

@@ -40,7 +40,7 @@ _ONCE = {  # of a single step that leaves nothing behind, in place of the recipe
 
 
 @dataclass
-class Rollouts:
+class SampledRollouts:
     """What the student samples."""
 
     lengths: list[int]  # tokens of each rollout
@@ -59,7 +59,7 @@ class Probe:
     seconds: float  # of the step
     peak_bytes: int  # most memory held: of the GPU by tensors, on CPU by the whole process
     loss: float  # of that batch, before the step
-    rollouts: Rollouts | None = None  # where the student samples
+    rollouts: SampledRollouts | None = None  # where the student samples
     alignment: dict[str, float] | None = None  # metrics of align/ of that batch: a teacher with its own tokenizer
     estimate: int | None = None  # bytes that `memory` estimates for what ran
 
@@ -124,7 +124,7 @@ def probe(
     )  # fmt: skip
 
 
-def sampled(trainer: Any, rows: datasets.Dataset) -> Rollouts:
+def sampled(trainer: Any, rows: datasets.Dataset) -> SampledRollouts:
     """Rollouts of the first prompts: lengths, stops, the KL of student to teacher by position, and are they right?"""
     trainer.args.lmbda, trainer.rollouts.source = 1.0, trainer.rollouts.on_policy  # answer every prompt now
     trainer.prepare_evaluation()
@@ -147,7 +147,7 @@ def sampled(trainer: Any, rows: datasets.Dataset) -> Rollouts:
     of_each = [batch.owner == number for number in range(len(batch.row))]
     spans = zip_longest(*(kl[own].split(SPAN) for own in of_each), fillvalue=kl[:0])
     ends = torch.isin(tokens, trainer.ends)
-    return Rollouts(
+    return SampledRollouts(
         [int(own.sum()) for own in of_each], float(np.mean([ends[own].any().item() for own in of_each])),
         [torch.cat(span).mean().item() for span in spans], to_itself(trainer, batch),
         (surprise.sum() / error).item(),

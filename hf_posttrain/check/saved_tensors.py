@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 
-class Kept:
+class SavedTensorCounter:
     """Counts what autograd keeps, each memory once, without that of the model's own weights and buffers."""
 
     def __init__(self, own: Iterable[Tensor]):

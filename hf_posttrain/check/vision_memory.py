@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..data.images import PictureReader
+from ..data.images import ImageReader
 from ..scoring.forward import is_vision, vision_weights
-from .saved_tensors import Kept
+from .saved_tensors import SavedTensorCounter
 
 
 @dataclass(frozen=True)
-class Tower:
+class VisionMemory:
     """Bytes of a tower for each token of features that pictures become."""
 
     given: float  # pixels, and the features that the language model is given
@@ -42,7 +42,7 @@ def stack_of(model: nn.Module) -> nn.ModuleList:
     return max(lists, key=len)
 
 
-def tower_of(model: Any, reader: PictureReader, dtype: torch.dtype | None) -> Tower:
+def tower_of(model: Any, reader: ImageReader, dtype: torch.dtype | None) -> VisionMemory:
     """The tower of a causal LM on the meta device, trained or not as its parameters are. dtype: it computes in that,
     None: in its own."""
     vision = vision_weights(model)
@@ -62,7 +62,7 @@ def tower_of(model: Any, reader: PictureReader, dtype: torch.dtype | None) -> To
         picture = {name: value[:, :1] for name, value in picture.items()}
 
     # bytes of the layer's input, and what is kept as it begins and ends
-    kept, marks = Kept(model.parameters()), []
+    kept, marks = SavedTensorCounter(model.parameters()), []
     layers[0].register_forward_pre_hook(lambda _, given: marks.extend([given[0].nbytes, kept.bytes]))
     layers[0].register_forward_hook(lambda *_: marks.append(kept.bytes))
     with kept.counting():
@@ -74,7 +74,7 @@ def tower_of(model: Any, reader: PictureReader, dtype: torch.dtype | None) -> To
     features = (1 + deep) * sum(one.nbytes for one in made)
     rows = sum(one.flatten(0, -2).shape[0] for one in made)
     each = size / rows
-    return Tower(
+    return VisionMemory(
         given=picture["pixel_values"].nbytes / rows + each * features, outside=each * (kept.bytes - ended + begun),
         layer=each * (ended - begun), hidden=each * hidden, layers=count, trained=trained,
     )  # fmt: skip

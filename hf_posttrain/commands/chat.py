@@ -80,7 +80,7 @@ def ask() -> str:
             tell("\n(/exit or Ctrl-D ends)")
 
 
-class Screen:
+class AnswerStreamer:
     """What `generate` streams to: it shows an answer while it is made, and keeps its text."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str]):
@@ -108,10 +108,10 @@ class Conversation:
 
     def __init__(self, section: ModelSection, given: argparse.Namespace):
         from ..models import load
-        from .inference import Answerer
+        from .inference import InferenceModel
 
         section.images |= load.only_sees(load.check_model(section))
-        self.answerer = Answerer(section, given.chat_template_kwargs)
+        self.answerer = InferenceModel(section, given.chat_template_kwargs)
         self.given, self.answers = given, 0  # so far: each is drawn otherwise
         self.turns: list[dict[str, str]] = []  # a user's and an assistant's, one after the other
         self.cut: set[str] = set()  # answers that did not end
@@ -183,7 +183,7 @@ class Conversation:
         own, tokenizer = self.answerer, self.answerer.tokenizer
         never = tuple(own.see.reader.token_ids) if own.see else ()
         sampler = rollout.TokenSampler(self.given.temperature or None, len(tokenizer), never)
-        screen, prompt = Screen(own.text), torch.tensor([ids], device=own.device)
+        screen, prompt = AnswerStreamer(own.text), torch.tensor([ids], device=own.device)
         longest = min(self.given.max_new_tokens, self.positions - len(ids))
         given = own.model, prompt, torch.ones_like(prompt), longest, own.ends, tokenizer.pad_token_id, sampler
         try:

@@ -25,12 +25,12 @@ from ..recipe.cli import Parser, number, tell
 from ..recipe.sections import Source
 from .metrics import load_metric, load_tasks, measure, run_tasks
 from .results import EVALUATIONS, RESULTS, as_table, keep, results_folder
-from .resumable_jsonl import KeptBatches
+from .resumable_jsonl import ResumableBatches
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from .inference import Answerer
+    from .inference import InferenceModel
 
 UNFINISHED = ".eval_answers.part"
 """File of the greedy answers of a command that has not ended."""
@@ -90,7 +90,7 @@ def evaluate_model(given: argparse.Namespace) -> list[dict[str, Any]]:
     metrics = {Path(name).stem: load_metric(name) for name in given.metrics}
     tasks = load_tasks(given) if given.tasks else None
     from ..models.load import check_model, load_tokenizer, only_sees
-    from .inference import Answerer
+    from .inference import InferenceModel
 
     with error_context(f"the base of {given.model}" if section.adapter == given.model else "MODEL"):
         config = check_model(section)
@@ -101,7 +101,7 @@ def evaluate_model(given: argparse.Namespace) -> list[dict[str, Any]]:
     rows = read_rows(given, tokenizer) if given.data else None
     if rows and metrics and not any(row["completion_ids"] for row in rows.asked):
         raise InputError(f"--metrics: {given.data} has no prompts with an answer to compare with")
-    answerer = Answerer(section, given.chat_template_kwargs, tokenizer)
+    answerer = InferenceModel(section, given.chat_template_kwargs, tokenizer)
     found = []
     if rows:
         computed = {"metrics": evaluate_rows(answerer, rows, given, metrics), "left_out": rows.left_out}
@@ -157,7 +157,7 @@ def find_model(given: argparse.Namespace) -> ModelSection:
 
 
 @dataclass
-class Rows:
+class EvaluationRows:
     """Prepared rows of the data, by what is done with them; a row may be in several lists."""
 
     asked: list[dict[str, Any]] = field(default_factory=list)  # whose prompts are answered
@@ -166,7 +166,7 @@ class Rows:
     left_out: list[str] = field(default_factory=list)  # what is not computed, and why
 
 
-def read_rows(given: argparse.Namespace, tokenizer: "PreTrainedTokenizerBase") -> Rows:
+def read_rows(given: argparse.Namespace, tokenizer: "PreTrainedTokenizerBase") -> EvaluationRows:
     """The rows of --data. Raises InputError for the first bad row, and where the columns hold nothing to evaluate."""
     from ..data import row_schema
     from ..data.column_inference import suggest
@@ -192,7 +192,7 @@ def read_rows(given: argparse.Namespace, tokenizer: "PreTrainedTokenizerBase") -
     near = suggest(list(islice(raw, 20)), [PromptReader("eval", kind) for kind in (row_schema.SUPERVISED, row_schema.PREFERENCE)])
     other = [] if near is None or near.missing else [f"{a}={b}" for a, b in near.columns.items() if a != b]
     advice = f"; try --columns {' '.join(other)}" if other else ""
-    single, rows = form(row_schema.SUPERVISED) or form(row_schema.PROMPTS), Rows()
+    single, rows = form(row_schema.SUPERVISED) or form(row_schema.PROMPTS), EvaluationRows()
     if {"completion", "reference"} <= {*columns}:  # of a file that `sample` or `judge` wrote
         told = "column reference: answers are compared with column completion; give the file that was sampled from"
         rows.left_out.append(told)
@@ -234,7 +234,7 @@ def read_rows(given: argparse.Namespace, tokenizer: "PreTrainedTokenizerBase") -
 
 
 def evaluate_rows(
-    answerer: "Answerer", rows: Rows, given: argparse.Namespace, metrics: dict[str, Any]
+    answerer: "InferenceModel", rows: EvaluationRows, given: argparse.Namespace, metrics: dict[str, Any]
 ) -> dict[str, float]:
     """{metric: value} of all that the rows allow."""
     found: dict[str, float] = {}
@@ -254,7 +254,7 @@ def evaluate_rows(
 
 
 def judge_answers(
-    answerer: "Answerer", rows: Rows, given: argparse.Namespace, metrics: dict[str, Any]
+    answerer: "InferenceModel", rows: EvaluationRows, given: argparse.Namespace, metrics: dict[str, Any]
 ) -> dict[str, float]:
     """{metric: value} of greedy answers to the prompts, and of how they compare with the data's answers."""
     from ..generation.exact_match import ExactMatch, first_turn
@@ -278,10 +278,10 @@ def judge_answers(
     return found
 
 
-def kept_answers(answerer: "Answerer", asked: list[dict[str, Any]], given: argparse.Namespace) -> KeptBatches:
+def kept_answers(answerer: "InferenceModel", asked: list[dict[str, Any]], given: argparse.Namespace) -> ResumableBatches:
     """Where greedy answers are kept until the command has ended: in the folder of its results, if there is one."""
     if (folder := results_folder(given)) is None:
-        return KeptBatches(None, {})
+        return ResumableBatches(None, {})
     import datasets
 
     from ..data.images import versions
@@ -296,7 +296,7 @@ def kept_answers(answerer: "Answerer", asked: list[dict[str, Any]], given: argpa
         "max_completion_length": given.max_completion_length,
         "batch_size": given.batch_size,
     }
-    return KeptBatches(folder / UNFINISHED, json.loads(json.dumps(key)))
+    return ResumableBatches(folder / UNFINISHED, json.loads(json.dumps(key)))
 
 
 def score(answerer: Any, rows: list[dict[str, Any]], column: str, size: int) -> list[list[float]]:
@@ -312,16 +312,16 @@ def score(answerer: Any, rows: list[dict[str, Any]], column: str, size: int) -> 
 
 
 def in_batches(
-    work: Callable[[list[int]], list], lengths: list[int], size: int, what: str, kept: KeptBatches | None = None
+    work: Callable[[list[int]], list], lengths: list[int], size: int, what: str, kept: ResumableBatches | None = None
 ) -> list:
     """What `work` makes of all rows' numbers, in order: it is given `size` of them at a time, of about one length.
 
     kept: results of an earlier try, and where those of this one are kept.
     """
-    from ..monitoring.progress import Steps
+    from ..monitoring.progress import TaskProgress
 
-    order, kept = sorted(range(len(lengths)), key=lambda n: -lengths[n]), kept or KeptBatches(None, {})
-    with Steps(len(lengths), what, "row") as steps:
+    order, kept = sorted(range(len(lengths)), key=lambda n: -lengths[n]), kept or ResumableBatches(None, {})
+    with TaskProgress(len(lengths), what, "row") as steps:
         for first in range(0, len(order), size):
             numbers = order[first : first + size]
             if not kept.found.keys() >= {*numbers}:

@@ -28,10 +28,10 @@ from ..recipe.sections import Source
 from ..scoring.forward import enable_scoring, score
 from ..scoring.head import LogProb
 from ..scoring.layouts import Branch, Example, Prompt, collate
-from ..scoring.vision_inputs import Pictures
+from ..scoring.vision_inputs import VisionInputs
 
 
-class Answerer:
+class InferenceModel:
     """A frozen model, its tokenizer and the ids that end its answers.
 
     section: the model, as a recipe has it. switches: options of the chat template. tokenizer: where it is loaded
@@ -53,7 +53,7 @@ class Answerer:
         self.model = model.to(self.device)
         enable_scoring(self.model)
         reader = read_by(self.tokenizer)
-        self.see = Pictures.of(self.model, reader) if reader else None
+        self.see = VisionInputs.of(self.model, reader) if reader else None
         self.vocabulary = drawable_ids(self.tokenizer, self.model.config)
         self.ends = find_terminal_ids(self.model, self.tokenizer, switches)
 

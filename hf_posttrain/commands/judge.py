@@ -15,7 +15,7 @@ from ..errors import InputError, nearest, shown
 from ..recipe.cli import Parser, tell
 from ..recipe.sections import Source
 from ..rounds.judges.config import KINDS, JudgeSection, expand_judge, judge_problems
-from .resumable_jsonl import PieceFile, refuse_existing
+from .resumable_jsonl import ResumableFile, refuse_existing
 
 PIECE = 64
 """Prompts whose answers are judged at once."""
@@ -149,7 +149,7 @@ def judge(rows: list[dict[str, Any]], section: JudgeSection, given: Any) -> Iter
     read = xxhash.xxh3_64_hexdigest(repr(rows).encode())
     key = {"judge": section.described(), "version": made.key(), "rows": read}
     asked = [question(group) for group in groups]
-    with PieceFile(given.out, key) as file, made:
+    with ResumableFile(given.out, key) as file, made:
         for first in file.left(range(0, len(groups), PIECE), "judge"):
             scores = made.score(asked[first : first + PIECE])
             pairs = zip(groups[first : first + PIECE], scores, strict=True)

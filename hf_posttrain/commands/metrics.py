@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import InputError, nearest, shown
 
 if TYPE_CHECKING:
-    from .inference import Answerer
+    from .inference import InferenceModel
 
 
 def load_metric(name: str) -> Any:
@@ -61,7 +61,7 @@ def load_tasks(given: argparse.Namespace) -> tuple[Any, list]:
     return manager, found
 
 
-def run_tasks(answerer: "Answerer", given: argparse.Namespace, manager: Any, tasks: list) -> list[dict[str, Any]]:
+def run_tasks(answerer: "InferenceModel", given: argparse.Namespace, manager: Any, tasks: list) -> list[dict[str, Any]]:
     """An evaluation for each task, and group with numbers of its own. Raises InputError for what lm-eval refuses."""
     import lm_eval
     from lm_eval.models.huggingface import HFLM

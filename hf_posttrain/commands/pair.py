@@ -10,7 +10,7 @@ from ..errors import InputError, error_context, shown
 from ..methods import METHODS
 from ..recipe.cli import Parser, tell
 from ..rounds.config import PairSection, good_from, pair_problems
-from ..rounds.pairing import Paired, pair_up
+from ..rounds.pairing import SelectedRows, pair_up
 from .judge import by_prompt, read_answers, text_of
 from .resumable_jsonl import refuse_existing, write_rows
 
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def pair(groups: list[list[dict[str, Any]]], kind: RowKind, section: PairSection) -> Paired:
+def pair(groups: list[list[dict[str, Any]]], kind: RowKind, section: PairSection) -> SelectedRows:
     """Which answers of each prompt are trained on. A row that does not say whether its answer ended did end."""
     answers = [[repr(row["completion"]) if text_of(row["completion"]) else "" for row in group] for group in groups]
     scores = [[row["score"] for row in group] for group in groups]
@@ -85,7 +85,7 @@ def pair(groups: list[list[dict[str, Any]]], kind: RowKind, section: PairSection
     return pair_up(kind, answers, scores, stopped, section, good_from(section, groups[0][0].get("judge") or ""))
 
 
-def used(groups: list[list[dict[str, Any]]], found: Paired) -> list[dict[str, Any]]:
+def used(groups: list[list[dict[str, Any]]], found: SelectedRows) -> list[dict[str, Any]]:
     """The answers that are trained on."""
     pairs = zip(groups, found.rows, strict=True)
     return [group[number] for group, rows in pairs for row in rows for number in row.answers]
@@ -101,7 +101,7 @@ def is_cut(row: dict[str, Any]) -> bool:
 
 
 def made_rows(
-    groups: list[list[dict[str, Any]]], found: Paired, kind: RowKind, as_ids: bool
+    groups: list[list[dict[str, Any]]], found: SelectedRows, kind: RowKind, as_ids: bool
 ) -> Iterator[dict[str, Any]]:
     """The rows of the file: messages where the prompt was messages, else texts, or ids."""
     for group, rows in zip(groups, found.rows, strict=True):

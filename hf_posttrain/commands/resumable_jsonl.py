@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 END = "end_of_piece"
 
 
-class PieceFile:
+class ResumableFile:
     """`out`, as OUT.part until it is whole, which no other process writes meanwhile. key: all that its rows depend on,
     by which an earlier try is known.
 
@@ -55,11 +55,11 @@ class PieceFile:
     def left(self, starts: Sequence[int], what: str) -> Iterator[int]:
         """Those of the numbers, one for each piece, whose pieces are not there; with a bar on a terminal, otherwise
         with a line now and then."""
-        from ..monitoring.progress import Steps
+        from ..monitoring.progress import TaskProgress
 
         if self.done:
             logger.info("%s: %d of %d pieces were done before", what, self.done, len(starts))
-        with Steps(len(starts), what, "piece", self.done) as steps:
+        with TaskProgress(len(starts), what, "piece", self.done) as steps:
             for start in starts[self.done :]:
                 yield start
                 steps.add()
@@ -87,7 +87,7 @@ class PieceFile:
         with self.out.open(encoding="utf-8") as file:
             yield from map(json.loads, file)
 
-    def __enter__(self) -> "PieceFile":
+    def __enter__(self) -> "ResumableFile":
         return self
 
     def __exit__(self, kind: Any, *error: Any) -> None:
@@ -131,7 +131,7 @@ def write_rows(out: Path, rows: Iterable[dict[str, Any]]) -> None:
             new.unlink(missing_ok=True)
 
 
-class KeptBatches:
+class ResumableBatches:
     """Results of batches in a file beside other results, from which a command that was killed goes on.
 
     key: all that they depend on: results of another key are dropped. Without a file nothing is kept.

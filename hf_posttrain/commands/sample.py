@@ -23,7 +23,7 @@ from ..recipe import build as parts
 from ..recipe.cli import Parser, find_recipe, number, tell
 from ..recipe.read import load_recipe
 from ..recipe.sections import Recipe, Source
-from .resumable_jsonl import PieceFile, refuse_existing
+from .resumable_jsonl import ResumableFile, refuse_existing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -118,7 +118,7 @@ def sample(source: Recipe | ModelSection, given: Any) -> Iterator[dict[str, Any]
     told = ("prompt_ids", "images", "completion_ids", "label", "asked")  # what is answered, and what rows say of it
     read = _hash([[row.get(name) for name in told] for row in rows])
     key = asked.key() | {"prompts": read, "url": given.url, "batch_size": given.batch_size}
-    with PieceFile(given.out, key) as file:
+    with ResumableFile(given.out, key) as file:
         for first in file.left(range(0, len(rows), PIECE), "sample"):
             some = rows[first : first + PIECE]
             prompts = [Prompt.of(row) for row in some for _ in range(asked.count)]
@@ -128,7 +128,7 @@ def sample(source: Recipe | ModelSection, given: Any) -> Iterator[dict[str, Any]
         yield from file.finish()
 
 
-class _Asked:
+class SamplingJob:
     """What is answered, by which model, and how."""
 
     def __init__(
@@ -170,7 +170,7 @@ class _Asked:
         return made | ({"images": [*map(in_json, row["images"])]} if row.get("images") is not None else {})
 
 
-def _of_recipe(recipe: Recipe, given: Any) -> _Asked:
+def _of_recipe(recipe: Recipe, given: Any) -> SamplingJob:
     """The recipe's model, and its prompts or those of a file."""
     trainer_class, config = parts.configure(recipe)
     import datasets
@@ -194,7 +194,7 @@ def _of_recipe(recipe: Recipe, given: Any) -> _Asked:
         rows = prepare_data(recipe, trainer_class, tokenizer, config)[0][given.split]
     if not isinstance(rows, datasets.Dataset):
         raise InputError(f"{recipe.where('data')}: sample needs data of known length: drop streaming")
-    asked = _Asked(recipe.model, tokenizer, rows, given.prompts or recipe.where("data"), config.chat_template_kwargs)
+    asked = SamplingJob(recipe.model, tokenizer, rows, given.prompts or recipe.where("data"), config.chat_template_kwargs)
     asked.longest = config.eval_max_completion_length
     asked.set(given, recipe.rounds or config, config.seed)
     asked.device = config.device
@@ -207,7 +207,7 @@ def _prompts(given: Any) -> Source:
     return Source(given.prompts, columns=dict(given.columns) or None)
 
 
-def _of_model(section: ModelSection, given: Any) -> _Asked:
+def _of_model(section: ModelSection, given: Any) -> SamplingJob:
     """A model by name, and the prompts of a file."""
     from ..models.load import load_tokenizer
     from .inference import read_prompts, reading_options
@@ -216,19 +216,19 @@ def _of_model(section: ModelSection, given: Any) -> _Asked:
     switches = given.chat_template_kwargs
     options = reading_options(apply_chat_template=given.apply_chat_template, chat_template_kwargs=switches)
     rows = read_prompts(_prompts(given), tokenizer, options)
-    asked = _Asked(section, tokenizer, rows, given.prompts, switches)
+    asked = SamplingJob(section, tokenizer, rows, given.prompts, switches)
     asked.set(given, argparse.Namespace(), 42)
     return asked
 
 
-def _by_model(asked: _Asked, batch_size: int | None) -> Any:
+def _by_model(asked: SamplingJob, batch_size: int | None) -> Any:
     """What answers prompts and says how likely each token was, here."""
     import torch
 
     from ..models.score_cache import weights_key
-    from .inference import Answerer
+    from .inference import InferenceModel
 
-    model = Answerer(asked.section, asked.switches, asked.tokenizer, asked.device)
+    model = InferenceModel(asked.section, asked.switches, asked.tokenizer, asked.device)
     asked.ends = model.ends
     asked.weights = weights_key(model.model.state_dict(), sample=64)
     positions = getattr(model.model.config.get_text_config(), "max_position_embeddings", None)
@@ -249,7 +249,7 @@ def _by_model(asked: _Asked, batch_size: int | None) -> Any:
     return answer
 
 
-def _by_server(asked: _Asked, url: str) -> Any:
+def _by_server(asked: SamplingJob, url: str) -> Any:
     """The same by a vLLM server, with a request for each prompt."""
     from ..generation import rollout
     from ..generation.completions_client import PLAIN, Server, as_server_error, at_once

@@ -45,7 +45,7 @@ _TRUNCATED = {
 
 
 @dataclass
-class Found:
+class Tally:
     """How many examples something is true of."""
 
     count: int
@@ -56,7 +56,7 @@ class Found:
 
 
 @dataclass
-class Cut(Found):
+class Truncation(Tally):
     """Examples that were dropped or truncated."""
 
     reason: str  # what was lost
@@ -71,32 +71,32 @@ class DataAudit:
     rows_read: int  # raw rows; of a stream, those that were looked at
     streamed: bool  # is it a stream, of which only the beginning was looked at?
     examples: int  # what the rows became, dropped ones included
-    dropped: list[Cut]  # by reason
-    truncated: list[Cut]  # examples that were cut and are trained, by what was cut
+    dropped: list[Truncation]  # by reason
+    truncated: list[Truncation]  # examples that were cut and are trained, by what was cut
     lengths: dict[str, dict[str, float] | None]
     """Tokens of the kept examples, as min, p50, p95, p99, max and mean: `prompt`; `completion`, each of a pair counted,
     then each side; `total`, prompt and longest completion; `trained`, tokens with a loss where a mask says which; and
     of all examples `uncut`, the total before they were cut. None where there are none. If answers are sampled during
     training, `total` is None and `uncut` counts the prompt alone."""
-    stubs: Found  # kept examples that train a single token
-    duplicates: Found  # kept examples with the prompt, answers and label of an earlier one, copies by weight aside
-    unknown: Found  # kept examples with the tokenizer's unknown token
+    stubs: Tally  # kept examples that train a single token
+    duplicates: Tally  # kept examples with the prompt, answers and label of an earlier one, copies by weight aside
+    unknown: Tally  # kept examples with the tokenizer's unknown token
     classes: dict[str, int] | None = None  # kept examples of each label, `desirable` and `undesirable`
     balance: float | None = None  # weight of all desirable examples over that of all undesirable ones, if both exist
     weighted: bool = False  # is a class weight given?
-    conflicts: Found | None = None  # kept examples whose prompt and answer have the other label elsewhere
-    identical: Found | None = None  # kept pairs whose answers are the same, after both were cut
+    conflicts: Tally | None = None  # kept examples whose prompt and answer have the other label elsewhere
+    identical: Tally | None = None  # kept pairs whose answers are the same, after both were cut
     notes: list[str] = field(default_factory=list)  # what is given and not used
     mistakes: list[str] = field(default_factory=list)  # of these, what is most likely a mistake: a misspelt column
     reserved: int = 0  # tokens of max_length that are left for answers that are sampled
-    overlap: Found | None = None  # of evaluation rows: kept examples with the prompt and an answer of a training one
+    overlap: Tally | None = None  # of evaluation rows: kept examples with the prompt and an answer of a training one
 
     @property
     def kept(self) -> int:
         """Examples that are trained."""
         return self.examples - sum(cut.count for cut in self.dropped)
 
-    def findings(self) -> dict[str, Found]:
+    def findings(self) -> dict[str, Tally]:
         """Those of _FINDINGS that were looked for."""
         return {key: found for key in _FINDINGS if (found := getattr(self, key)) is not None}
 
@@ -244,15 +244,15 @@ def _examples(
     return frame, keys
 
 
-def _found(examples: pd.DataFrame) -> Found:
-    return Found(len(examples), examples.row.unique()[:5].tolist())
+def _found(examples: pd.DataFrame) -> Tally:
+    return Tally(len(examples), examples.row.unique()[:5].tolist())
 
 
-def _cuts(examples: pd.DataFrame, reasons: dict[int, str]) -> list[Cut]:
+def _cuts(examples: pd.DataFrame, reasons: dict[int, str]) -> list[Truncation]:
     """The examples of each reason, which is known by its bits; reasons without examples are left out."""
     bits = examples.state & max(reasons)  # the last reason has the bits of all
     found = {reason: _found(examples[bits == value]) for value, reason in reasons.items()}
-    return [Cut(each.count, each.first_rows, reason) for reason, each in found.items() if each.count]
+    return [Truncation(each.count, each.first_rows, reason) for reason, each in found.items() if each.count]
 
 
 def _lengths(every: pd.DataFrame, kept: pd.DataFrame, kind: RowKind) -> dict[str, dict[str, float] | None]:

@@ -312,7 +312,7 @@ def _one_line(picture: Mapping[str, Any]) -> Iterator[None]:
 # ---- what a model makes of them
 
 
-class PictureReader:
+class ImageReader:
     """What a processor makes of pictures: the text that stands for one, and the tensors that the model reads."""
 
     def __init__(self, processor: Any):
@@ -405,21 +405,21 @@ def _grey(width: int, height: int) -> Image.Image:
 
 
 @lru_cache(maxsize=100_000)
-def _of_size(reader: PictureReader, width: int, height: int) -> tuple[list[int] | None, str]:
+def _of_size(reader: ImageReader, width: int, height: int) -> tuple[list[int] | None, str]:
     """Of a picture of this size: frames, rows and columns of patches, or None, and the text that stands for it."""
     found, texts = reader._process([_grey(width, height)])
     grid = found.get("image_grid_thw")
     return None if grid is None else [int(n) for n in grid[0]], texts[0]
 
 
-def read_by(tokenizer: PreTrainedTokenizerBase) -> PictureReader | None:
+def read_by(tokenizer: PreTrainedTokenizerBase) -> ImageReader | None:
     """What reads pictures for a tokenizer, if its model does: `with_pictures` has put it there."""
     return getattr(tokenizer, "picture_reader", None)
 
 
 def with_pictures(processor: Any) -> Any:
     """The tokenizer of a processor, which knows what reads its pictures. Raises InputError where that reads none."""
-    tokenizer, reader = getattr(processor, "tokenizer", None), PictureReader(processor)
+    tokenizer, reader = getattr(processor, "tokenizer", None), ImageReader(processor)
     if tokenizer is None:
         raise InputError(f"{type(processor).__name__} reads no text")
     tokenizer.picture_reader = reader

@@ -26,7 +26,7 @@ _HEAD = 1000  # rows of a stream that say which columns it has, and which of the
 
 
 @dataclass
-class AsWritten:
+class JsonValue:
     """The feature of a column that is not text: each value is kept as JSON. (Arrow gives all rows the same keys, makes
     1 into 1.0 where another row has 0.5, and dates of texts.)"""
 
@@ -57,7 +57,7 @@ def _written(value: object) -> str:
 
 
 with warnings.catch_warnings(action="ignore"):  # that it is experimental
-    register_feature(AsWritten, "AsWritten")
+    register_feature(JsonValue, "AsWritten")
 
 
 def from_rows(rows: Sequence[Mapping[str, Any]]) -> datasets.Dataset:
@@ -66,16 +66,16 @@ def from_rows(rows: Sequence[Mapping[str, Any]]) -> datasets.Dataset:
     names = dict.fromkeys(column for row in rows for column in row)
     columns: dict[str, Any] = {column: [row.get(column) for row in rows] for column in names}
     kept = [column for column, values in columns.items() if any(map(_holds_mapping, values))]
-    columns |= {column: [*map(AsWritten().encode_example, columns[column])] for column in kept}
+    columns |= {column: [*map(JsonValue().encode_example, columns[column])] for column in kept}
     made = datasets.Dataset.from_dict(columns)
-    return made.cast(datasets.Features(made.features | dict.fromkeys(kept, AsWritten()))) if kept else made
+    return made.cast(datasets.Features(made.features | dict.fromkeys(kept, JsonValue()))) if kept else made
 
 
 def _holds_mapping(value: object) -> bool:
     return isinstance(value, Mapping) or (isinstance(value, list | tuple) and any(map(_holds_mapping, value)))
 
 
-class Files(datasets.ArrowBasedBuilder):
+class RowFiles(datasets.ArrowBasedBuilder):
     """.jsonl, .json, .csv and .tsv files, in the cache of `datasets` or streamed, with the values that stand there."""
 
     VERSION = datasets.Version("1.0.0")  # of the cache: raise it with a change of what is read
@@ -94,8 +94,8 @@ class Files(datasets.ArrowBasedBuilder):
                     found.add(isinstance(value, str))
         if not texts:
             raise InputError("it has no rows")
-        text, empty = datasets.Value("string"), AsWritten() if dl_manager.is_streaming else datasets.Value("null")
-        kinds = {c: AsWritten() if False in found else text if found else empty for c, found in texts.items()}
+        text, empty = datasets.Value("string"), JsonValue() if dl_manager.is_streaming else datasets.Value("null")
+        kinds = {c: JsonValue() if False in found else text if found else empty for c, found in texts.items()}
         self.info.features = datasets.Features(kinds)
         return [datasets.SplitGenerator(name=split, gen_kwargs={"files": paths}) for split, paths in files.items()]
 
@@ -119,7 +119,7 @@ class Files(datasets.ArrowBasedBuilder):
                 columns = []
                 for column, kind in features.items():
                     values = [row.get(column) for row in rows]
-                    if isinstance(kind, AsWritten):
+                    if isinstance(kind, JsonValue):
                         values = [*map(kind.encode_example, values)]
                     try:
                         columns.append(pa.array(values, features.arrow_schema.field(column).type))

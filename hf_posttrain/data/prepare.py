@@ -34,8 +34,8 @@ from .encode import (
 from .fingerprint import fingerprint
 from .formats import Sample, detect, our_name, renamed, unread
 from .images import COLUMNS as PICTURES
-from .images import STORED, PictureReader, fitting, read_by
-from .json_rows import AsWritten
+from .images import STORED, ImageReader, fitting, read_by
+from .json_rows import JsonValue
 from .messages import holds_null, without_none
 from .packing import example_lengths
 from .row_schema import Reader, RowKind
@@ -288,7 +288,7 @@ def notes(
             remedy = "write tools and the arguments of calls as JSON text"
             problem = "has values of several types, of which the text '1' is read as 1"
             found[f"column {column!r} {problem}: {remedy}"] = logging.INFO
-        written = isinstance(dataset, datasets.Dataset) and isinstance(dataset.features[column], AsWritten)
+        written = isinstance(dataset, datasets.Dataset) and isinstance(dataset.features[column], JsonValue)
         if written and any(map(holds_null, islice(dataset[column], 1000))):
             why = "a file that Arrow or pandas wrote has them for the keys of other rows: take them out there"
             found[f"column {column!r} has nulls inside calls or tools, which are trained; {why}"] = logging.WARNING
@@ -454,7 +454,7 @@ def _asked(sample: Sample, plan: Plan) -> str:
     return json.dumps({"prompt": prompt} | {name: value for name, value in given.items() if value}, ensure_ascii=False)
 
 
-def _with_its_pictures(sample: Sample, reader: PictureReader) -> Sample:
+def _with_its_pictures(sample: Sample, reader: ImageReader) -> Sample:
     """The sample up to its last trained token, with the pictures that stand before it. Raises InputError where ids have
     other tokens for features than its pictures bring: a text may hold such a token."""
     if sample.mask:

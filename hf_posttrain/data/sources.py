@@ -14,7 +14,7 @@ import numpy as np
 from ..errors import InputError, error_context, named, nearest
 from .files import EXTENSIONS, extension, source_problem, with_home
 from .formats import our_name, renamed
-from .json_rows import AsWritten, Files
+from .json_rows import JsonValue, RowFiles
 from .row_schema import OPTIONAL
 
 logger = logging.getLogger(__package__)
@@ -66,11 +66,11 @@ def _mixed(parts: list, sources: list, columns_read: Callable[[Any, str], list[s
     if aside := [column for column in columns if column not in kept]:
         logger.info("%s: not all sources have these columns, which are not read: %s", paths, named(aside))
     # a column that one source keeps as JSON is kept so in all of them, but for text; pandas writes large_string
-    written = {c for part in parts for c, kind in part.features.items() if isinstance(kind, AsWritten)}
+    written = {c for part in parts for c, kind in part.features.items() if isinstance(kind, JsonValue)}
     text = datasets.Value("string"), datasets.Value("large_string")
     for n, (part, source) in enumerate(zip(parts, sources, strict=True)):
         part = part.select_columns([c for c in columns if c in kept and c in part.column_names])
-        kinds = {c: text[0] if kind in text else AsWritten() if c in written else kind
+        kinds = {c: text[0] if kind in text else JsonValue() if c in written else kind
                  for c, kind in part.features.items()}  # fmt: skip
         part = part if kinds == part.features else part.cast(datasets.Features(kinds))
         parts[n] = part if streams else _times(part, source)
@@ -172,14 +172,14 @@ def _read(path: Path, source: Any) -> Any:
     if path.is_file():
         _refuse_split(split, "train", "it is one file")
         given = {"data_files": {"train": glob.escape(str(path))}}  # which may have brackets in its name
-        builder = datasets.load_dataset_builder("parquet", **given) if extension(path) == ".parquet" else Files(**given)
+        builder = datasets.load_dataset_builder("parquet", **given) if extension(path) == ".parquet" else RowFiles(**given)
     else:
         builder = datasets.load_dataset_builder(str(path) if path.is_dir() else source.path, name=source.name)
     if path.is_dir():
         files = builder.config.data_files
         _refuse_passed_over(path, files, split)
         if {extension(Path(file)) for file in chain(*files.values())} <= {*EXTENSIONS} - {".parquet"}:
-            builder = Files(data_files=files)
+            builder = RowFiles(data_files=files)
     if not streaming:
         builder.download_and_prepare()
         return builder.as_dataset(split=split)

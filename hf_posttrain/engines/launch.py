@@ -25,7 +25,7 @@ _SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE
 _START_ALL = "start all with torchrun --nproc_per_node N or accelerate launch --multi_gpu (on CPU with use_cpu: true)"
 
 
-class Asked(NamedTuple):
+class RequestedEngine(NamedTuple):
     """The engine that is asked for."""
 
     fsdp: int  # FSDP's version, 0 without FSDP
@@ -38,17 +38,17 @@ class Asked(NamedTuple):
         return "FSDP2" if self.fsdp else "ZeRO-3" if self.zero == 3 else None
 
 
-def asked(args: TrainingArguments, env: Mapping[str, str] | None = None) -> Asked:
+def asked(args: TrainingArguments, env: Mapping[str, str] | None = None) -> RequestedEngine:
     """What `args`, a method's Config, asks for; the launcher's environment where it says nothing of FSDP."""
     env = os.environ if env is None else env  # not bound at import: `datasets` replaces it after a map on processes
     zero = None if args.deepspeed_plugin is None else int(args.deepspeed_plugin.zero_stage)  # from either of them
     if args.fsdp:
         plugin = args.fsdp_plugin_args or {}  # none on XLA
-        return Asked(plugin.get("fsdp_version", 2), str(plugin.get("state_dict_type")).upper(), zero)
+        return RequestedEngine(plugin.get("fsdp_version", 2), str(plugin.get("state_dict_type")).upper(), zero)
     if env.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
         state = env.get("FSDP_STATE_DICT_TYPE", "SHARDED_STATE_DICT")  # both are Accelerate's defaults
-        return Asked(int(env.get("FSDP_VERSION", "1")), state.upper(), zero)
-    return Asked(0, "", zero)
+        return RequestedEngine(int(env.get("FSDP_VERSION", "1")), state.upper(), zero)
+    return RequestedEngine(0, "", zero)
 
 
 def check_engine(args: TrainingArguments, env: Mapping[str, str] | None = None) -> None:

@@ -97,7 +97,7 @@ def split(trainer: Any, adapter: Any) -> Any:
     _check_parts(trainer, adapter)
     # DeepSpeed multiplies by it where it sums gradients by all-reduce, as if each rank had the loss of its whole group
     trainer.model_wrapped.optimizer.sequence_parallel_size = 1
-    return DataLoader(_Parts(trainer, adapter), batch_size=None, generator=torch.Generator())
+    return DataLoader(SequenceShards(trainer, adapter), batch_size=None, generator=torch.Generator())
 
 
 def _check_parts(trainer: Any, adapter: Any) -> None:
@@ -127,7 +127,7 @@ def _check_parts(trainer: Any, adapter: Any) -> None:
         raise InputError(f"sequence parallelism gives {name} other numbers than its own forward: it cannot be used")
 
 
-class _Parts(IterableDataset):
+class SequenceShards(IterableDataset):
     """This rank's parts of the batches that the ranks of its group drew, one batch after the other."""
 
     def __init__(self, trainer: Any, adapter: Any):

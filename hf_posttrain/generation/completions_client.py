@@ -42,7 +42,7 @@ Asked = TypeVar("Asked")
 Found = TypeVar("Found")
 
 
-class _NowAndThen(logging.Filter):
+class RetryLogFilter(logging.Filter):
     """Passes one of urllib3's lines about a try that failed, in other words, and no other for QUIET seconds."""
 
     last = -math.inf
@@ -60,7 +60,7 @@ class _NowAndThen(logging.Filter):
         return True
 
 
-logging.getLogger("urllib3.connectionpool").addFilter(_NowAndThen())
+logging.getLogger("urllib3.connectionpool").addFilter(RetryLogFilter())
 
 
 class ServerError(InputError):

@@ -12,7 +12,7 @@ from ..options import option
 from ..scoring.head import TileFunction
 from ..scoring.teacher_tiles import TeacherLogits
 from ..teachers.cross_tokenizer import alignment_metrics
-from ..teachers.ensemble import Ensemble
+from ..teachers.ensemble import TeacherRouter
 from ..teachers.factory import build_teacher
 from ..teachers.inputs import DistillationBatch, DistillationCollator
 from ..teachers.options import TeacherOptions
@@ -195,7 +195,7 @@ class DistillationTrainer(PostTrainer):
             weights: Which tokens count, [N].
         """
         metrics: dict[str, tuple[Tensor, Tensor | None]] = {}
-        if isinstance(self.teacher, Ensemble):
+        if isinstance(self.teacher, TeacherRouter):
             metrics |= self.teacher.metrics(batch, name, divergence, weights)
         if isinstance(signal, Chunked):
             metrics |= alignment_metrics(signal.batch, scores.alone, weights)

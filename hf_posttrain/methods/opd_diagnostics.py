@@ -149,7 +149,7 @@ class Diagnostics:
 def metrics_of(
     stats: dict[str, Tensor], rollout: Tensor, counts: Tensor, longest: int
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return name -> (values, weights) for a Meter.
+    """Return name -> (values, weights) for a MetricAverager.
 
     stats: of `compare`, [N]; rollout [N]: the rollout of each token; counts [N]: whether it counts; longest: the
     longest rollout in tokens.

@@ -1,6 +1,6 @@
 """Which reference a run of DPO or KTO has, made when the trainer is built; how it scores is in `frozen`.
 
-Of a policy that continues an adapter it is a frozen copy of the adapter, next to it on the one base: `AdapterCopy`.
+Of a policy that continues an adapter it is a frozen copy of the adapter, next to it on the one base: `FrozenAdapterReference`.
 """
 
 import logging
@@ -76,7 +76,7 @@ def adapter_reference(policy: peft.PeftModel, new: bool) -> Callable | None:
     """
     base = [name for name, p in policy.named_parameters() if p.requires_grad and not adapters.of_adapters(policy, name)]
     if not base:
-        return peft.PeftModel.disable_adapter if new else AdapterCopy(policy)
+        return peft.PeftModel.disable_adapter if new else FrozenAdapterReference(policy)
     logger.info("reference: a copy of the whole policy, since %s of the base is trained too", base[0])
     return None
 
@@ -108,7 +108,7 @@ def _score_beforehand(trainer: Any, reference: Reference) -> None:
     score_cache.add_scores(trainer, Feature.REFERENCE_CACHE, "reference", key, size, score)
 
 
-class AdapterCopy:
+class FrozenAdapterReference:
     """Puts the copy into the policy; called, it is a context in which the copy is active."""
 
     def __init__(self, policy: peft.PeftModel):

@@ -28,7 +28,7 @@ OF_BATCH = (
 )  # fmt: skip
 
 
-class Noted(NamedTuple):
+class RecordedMicroBatch(NamedTuple):
     """A micro-batch and its loss (a scalar), both still on the device."""
 
     step: int
@@ -36,7 +36,7 @@ class Noted(NamedTuple):
     batch: dict[str, Tensor]  # the fields named in `OF_BATCH`
 
 
-class Guard(TrainerCallback):
+class AnomalyMonitor(TrainerCallback):
     """Watches over a training run of `trainer`, a PostTrainer. All ranks decide together.
 
     A run that is ended saves nothing more and is not evaluated. To be added after whatever else asks for a checkpoint.
@@ -51,8 +51,8 @@ class Guard(TrainerCallback):
         self.stopped: str | None = None  # why the last run was ended, in a line
         self.warned: set[str] = set()
         self.history: list[Mapping[str, float]] = []  # logs, a bounded number of them
-        self.pending: list[Noted] = []
-        self.broken: Noted | None = None  # this rank's first micro-batch whose loss was not finite
+        self.pending: list[RecordedMicroBatch] = []
+        self.broken: RecordedMicroBatch | None = None  # this rank's first micro-batch whose loss was not finite
         for log in logs:
             self._remember(log)
 
@@ -67,7 +67,7 @@ class Guard(TrainerCallback):
     def note(self, loss: Tensor, step: int, batch: MicroBatch) -> None:
         """Remember the loss (a scalar) of a micro-batch; every KEPT of them the device is waited for."""
         if self.broken is None:
-            self.pending.append(Noted(step, loss.detach(), {name: batch[name] for name in OF_BATCH if name in batch}))
+            self.pending.append(RecordedMicroBatch(step, loss.detach(), {name: batch[name] for name in OF_BATCH if name in batch}))
         if len(self.pending) >= KEPT:
             self._read_losses()
 

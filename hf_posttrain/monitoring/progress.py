@@ -1,8 +1,8 @@
-"""What a run shows while it trains: a line for each log (`Lines`), on a terminal above a bar (`Bar`):
+"""What a run shows while it trains: a line for each log (`LogLines`), on a terminal above a bar (`ProgressBar`):
 
     step 120/400  loss 0.6412  accuracy 0.71  margin 0.1852  3,412 tokens/s  02:10<05:03
 
-`figures` writes both, from the method's key metrics; `Pace` counts tokens. Only the first process shows anything. What
+`figures` writes both, from the method's key metrics; `Throughput` counts tokens. Only the first process shows anything. What
 is logged, to trainer_state.json, W&B and others, does not depend on it.
 """
 
@@ -67,7 +67,7 @@ def _number(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-class Lines(PrinterCallback):
+class LogLines(PrinterCallback):
     """A line on standard output for each log of a training, its evaluations and its end. With disable_tqdm that is all.
 
     A PrinterCallback, so that the caller can remove it by that name, as HF's.
@@ -114,12 +114,12 @@ class Lines(PrinterCallback):
         return f"step {step}/{state.max_steps}  evaluation: {results(logs, self.key_metrics)}"
 
 
-class Bar(ProgressCallback):
-    """A bar where standard error is a terminal, below `Lines`: the history of the run."""
+class ProgressBar(ProgressCallback):
+    """A bar where standard error is a terminal, below `LogLines`: the history of the run."""
 
     def __init__(self, key_metrics: Mapping[str, str]):
         super().__init__()
-        self.lines = Lines(key_metrics)
+        self.lines = LogLines(key_metrics)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -172,7 +172,7 @@ def replace_callback(trainer: Any, key_metrics: Mapping[str, str]) -> None:
     """Replace the callback that HF's Trainer has just added, for bars or (disable_tqdm) for printing, by ours of that
     kind. The caller's own callbacks stay, and so does a notebook's table."""
     # the last one of exactly these classes: a subclass is the caller's own
-    ours: dict[type, type[Any]] = {ProgressCallback: Bar, PrinterCallback: Lines}
+    ours: dict[type, type[Any]] = {ProgressCallback: ProgressBar, PrinterCallback: LogLines}
     default = next((one for one in reversed(trainer.callback_handler.callbacks) if type(one) in ours), None)
     if default is not None:
         trainer.remove_callback(default)
@@ -187,7 +187,7 @@ def messages_above() -> AbstractContextManager:
 # ---- what each training log has besides losses and metrics
 
 
-class Pace:
+class Throughput:
     """How fast a logging interval trained.
 
     Counted are the tokens that the policy reads with gradient, padding aside: a prompt once in the shared layout and
@@ -241,7 +241,7 @@ class LogLastStep(TrainerCallback):
             control.should_log = True
 
 
-class Steps:
+class TaskProgress:
     """What is done of some long work: a bar on a terminal, otherwise a line in the log every `QUIET` seconds."""
 
     def __init__(self, total: int, title: str, unit: str, done: int = 0, shown: bool = True):
@@ -249,7 +249,7 @@ class Steps:
         self.bar = tqdm(total=total, desc=title, unit=unit, initial=done, disable=None if shown else True)
         self.said = time.monotonic()
 
-    def __enter__(self) -> "Steps":
+    def __enter__(self) -> "TaskProgress":
         return self
 
     def __exit__(self, *error: Any) -> None:

@@ -26,10 +26,10 @@ def follow(trainer: "TrainerInterface") -> None:
 
     trainer: a PostTrainer, which gets two callbacks. Called before `train()`, on all ranks.
     """
-    from .callbacks import Record, Samples
+    from .callbacks import RunRecord, SampleCallback
 
-    trainer.add_callback(Record(trainer))
-    trainer.add_callback(Samples(trainer))
+    trainer.add_callback(RunRecord(trainer))
+    trainer.add_callback(SampleCallback(trainer))
 
 
 def write(folder: str | Path) -> None:

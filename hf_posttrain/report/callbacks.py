@@ -68,7 +68,7 @@ def warn_on_error(consequence: str, raised: bool = False) -> Iterator[None]:
         logger.warning("%s: %s: %s", consequence, type(error).__name__, error)
 
 
-class Record(TrainerCallback):
+class RunRecord(TrainerCallback):
     """Writes run.json on the first process: at the start of training and with each warning of this library.
 
     A resumed run keeps its start and its earlier warnings; a fresh one removes results and samples of an earlier run.
@@ -78,7 +78,7 @@ class Record(TrainerCallback):
         self.trainer = trainer
         self.file = Path(trainer.args.output_dir, "run.json")
         self.record: dict[str, Any] = {}
-        self.handler = _Warnings(self)
+        self.handler = WarningRecorder(self)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -86,7 +86,7 @@ class Record(TrainerCallback):
         if not state.is_world_process_zero:
             return
         # A run that ended in an error has left its handler, and must not hear the warnings of this one.
-        for handler in [one for one in library.handlers if isinstance(one, _Warnings)]:
+        for handler in [one for one in library.handlers if isinstance(one, WarningRecorder)]:
             library.removeHandler(handler)
         # A fresh run might never write these, and those of an earlier run must not pass for its own.
         for name in () if state.global_step else ("samples.json", "all_results.json", "evaluations.json"):
@@ -114,10 +114,10 @@ class Record(TrainerCallback):
             write_json(self.file, self.record)
 
 
-class _Warnings(logging.Handler):
+class WarningRecorder(logging.Handler):
     """Hands warnings of the library's loggers to a Record, as long as that lives: the loggers keep no trainer."""
 
-    def __init__(self, owner: Record):
+    def __init__(self, owner: RunRecord):
         super().__init__(logging.WARNING)
         self.owner = weakref.ref(owner)
 
@@ -218,7 +218,7 @@ def find_commit() -> str | None:
     return described.stdout.strip()
 
 
-class Samples(TrainerCallback):
+class SampleCallback(TrainerCallback):
     """Asks before and after training; says in the log where it cannot."""
 
     def __init__(self, trainer: TrainerInterface):

@@ -13,14 +13,14 @@ import torch
 
 from ..trainer.output_dir import write_json
 from .judges.question import answer_row
-from .pairing import Paired
-from .sample_and_judge import FOLDER, Judged
+from .pairing import SelectedRows
+from .sample_and_judge import FOLDER, ScoredCompletions
 
 logger = logging.getLogger(__name__)
 SUMMARY = "rounds.json"
 
 
-def record(trainer: Any, prompts: datasets.Dataset, judged: list[Judged], paired: Paired, seconds: float) -> None:
+def record(trainer: Any, prompts: datasets.Dataset, judged: list[ScoredCompletions], paired: SelectedRows, seconds: float) -> None:
     """Log the round that the trainer has just made; of those over all prompts write N.jsonl, with every answer, and
     rounds.json. All ranks call it."""
     found, number = summarise(judged, trainer.terminal_ids), trainer.round.number + 1
@@ -72,7 +72,7 @@ def _warn_of_fall(entry: dict[str, Any], earlier: list[dict[str, Any]]) -> None:
 
 
 def _answer_rows(
-    trainer: Any, prompts: datasets.Dataset, judged: list[Judged], paired: Paired
+    trainer: Any, prompts: datasets.Dataset, judged: list[ScoredCompletions], paired: SelectedRows
 ) -> Iterator[dict[str, Any]]:
     """A row for each answer, as `hf-posttrain judge` writes them, with `used`: 1 as the better one or alone, -1 as the
     worse one."""
@@ -86,12 +86,12 @@ def _answer_rows(
             yield answer_row(prompt, ids, trainer.tokenizer, trainer.terminal_ids) | as_ids | told
 
 
-def known_scores(judged: list[Judged]) -> list[list[float]]:
+def known_scores(judged: list[ScoredCompletions]) -> list[list[float]]:
     """Of each prompt the scores that its judge gave."""
     return [[score for score in one.scores if score is not None] for one in judged]
 
 
-def summarise(judged: list[Judged], ends: list[int]) -> dict[str, float]:
+def summarise(judged: list[ScoredCompletions], ends: list[int]) -> dict[str, float]:
     """Means over prompts' answers: of their scores, of the best score of each prompt, of the share that ended by
     themselves, and of their lengths in tokens."""
     answers = [ids for one in judged for ids in one.answers]

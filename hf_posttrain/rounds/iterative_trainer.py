@@ -54,8 +54,8 @@ from .config import RoundsSection, good_from, make_section, rounds_features, rou
 from .iteration_log import record, summarise
 from .iteration_state import Round
 from .judges import make_judge
-from .pairing import Paired, pair_up
-from .sample_and_judge import Judged, Pieces, Stopped, draw, pieces_of
+from .pairing import SelectedRows, pair_up
+from .sample_and_judge import ScoredCompletions, RoundFiles, RoundInterrupted, draw, pieces_of
 
 logger = logging.getLogger(__name__)
 EVALUATION = 2**31
@@ -210,9 +210,9 @@ class InRounds(PostTrainer, SamplingInterface):
         if count and self.round_of(step) != self.round.number:
             try:
                 self.begin_round(self.round_of(step))
-            except (Stopped, ServerError) as error:
+            except (RoundInterrupted, ServerError) as error:
                 torch.set_rng_state(random_state)  # of a checkpoint: a run that goes on draws for its first batch again
-                if isinstance(error, Stopped):
+                if isinstance(error, RoundInterrupted):
                     return []
                 raise
         if not count or self.rows_ran_out:
@@ -278,7 +278,7 @@ class InRounds(PostTrainer, SamplingInterface):
             synchronise(self)
             seed = self.args.seed, number
             # online a round is as short as a step: it is drawn again
-            pieces = Pieces(None) if section.steps else pieces_of(self, prompts, *seed)
+            pieces = RoundFiles(None) if section.steps else pieces_of(self, prompts, *seed)
             self.round.drawn = pieces.folder
             judged = draw(self, prompts, seed, f"round {number + 1}: answers", pieces)
             rows, paired = self._make_rows(prompts, judged)
@@ -307,7 +307,7 @@ class InRounds(PostTrainer, SamplingInterface):
         first = before - passes[0] * size
         return self.train_dataset.select(order[first : first + count])
 
-    def _make_rows(self, prompts: datasets.Dataset, judged: list[Judged]) -> tuple[Any, Paired]:
+    def _make_rows(self, prompts: datasets.Dataset, judged: list[ScoredCompletions]) -> tuple[Any, SelectedRows]:
         """Prepared rows of the method's kind, maybe none; and how they came about."""
         kind, section = self.method.rows, self.section
         stopped = [[ids[-1] in self.terminal_ids for ids in one.answers] for one in judged]
@@ -354,7 +354,7 @@ class InRounds(PostTrainer, SamplingInterface):
         """As PostTrainer has it: answers to the prompts are sampled and judged, the same draws at each evaluation."""
         synchronise(self)
         rows = dataloader.dataset
-        judged = draw(self, rows, (self.args.seed, EVALUATION), "evaluation: answers", Pieces(None))
+        judged = draw(self, rows, (self.args.seed, EVALUATION), "evaluation: answers", RoundFiles(None))
         return EvalLoopOutput(None, None, {}, len(rows)), summarise(judged, self.terminal_ids)  # type: ignore[arg-type]
 
 

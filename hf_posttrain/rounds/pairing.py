@@ -23,7 +23,7 @@ class Row(NamedTuple):
 
 
 @dataclass
-class Paired:
+class SelectedRows:
     """The rows of many prompts, and how many prompts gave none, by reason."""
 
     rows: list[list[Row]] = field(default_factory=list)  # of each prompt
@@ -38,12 +38,12 @@ class Paired:
 def pair_up(
     kind: RowKind, answers: Sequence[Sequence[Hashable]], scores: Sequence[Sequence[float | None]],
     stopped: Sequence[Sequence[bool]], pair: PairSection, threshold: float | None,
-) -> Paired:  # fmt: skip
+) -> SelectedRows:  # fmt: skip
     """Rows of `kind` from the answers of each prompt: texts or ids, their scores, and whether they ended by themselves.
 
     Of equal answers the first is taken. threshold: `good_from`.
     """
-    found = Paired()
+    found = SelectedRows()
     for own, values, ended in zip(answers, scores, stopped, strict=True):
         rows, reason = _of_prompt(kind, own, values, ended, pair, threshold)
         found.rows.append(rows)

@@ -17,7 +17,7 @@ from ..errors import InputError
 from ..generation import rollout
 from ..generation.completions_client import ServerError
 from ..models.score_cache import rows_key, weights_key
-from ..monitoring.progress import Steps
+from ..monitoring.progress import TaskProgress
 from ..scoring.forward import unwrapped
 from ..scoring.layouts import Prompt
 from ..trainer.output_dir import write_json
@@ -33,38 +33,38 @@ SAMPLE = 64  # values of each weight that tell one policy from another
 
 
 @dataclass
-class Judged:
+class ScoredCompletions:
     """A prompt's answers."""
 
     answers: list[list[int]]
     scores: list[float | None]  # None where the judge gave none
 
 
-class Stopped(Exception):
+class RoundInterrupted(Exception):
     """SIGTERM or Ctrl-C asks for an end while a round is drawn: its pieces that are done are kept."""
 
 
-class Pieces:
+class RoundFiles:
     """Files of finished pieces, in a folder that is named after all that they depend on; without one there are none."""
 
     def __init__(self, folder: Path | None):
         self.folder = folder
 
-    def read(self) -> dict[int, list[Judged]]:
+    def read(self) -> dict[int, list[ScoredCompletions]]:
         """Those that are there and whole, by their number."""
         found = {}
         for file in self.folder.glob("*.json") if self.folder else ():
             with suppress(OSError, ValueError, TypeError):
-                found[int(file.stem)] = [Judged(*one) for one in json.loads(file.read_text(encoding="utf-8"))]
+                found[int(file.stem)] = [ScoredCompletions(*one) for one in json.loads(file.read_text(encoding="utf-8"))]
         return found
 
-    def write(self, number: int, piece: list[Judged]) -> None:
+    def write(self, number: int, piece: list[ScoredCompletions]) -> None:
         """One of them, whole or not at all."""
         if self.folder is not None:
             write_json(self.folder / f"{number}.json", [[one.answers, one.scores] for one in piece], indent=None)
 
 
-def pieces_of(trainer: Any, prompts: datasets.Dataset, *seed: int) -> Pieces:
+def pieces_of(trainer: Any, prompts: datasets.Dataset, *seed: int) -> RoundFiles:
     """Where the pieces of a round are. All ranks call it: the key has the policy's weights."""
     args, options = trainer.args, trainer.rollout_options
     weights = weights_key(unwrapped(trainer.model).state_dict(keep_vars=True), sample=SAMPLE)
@@ -73,12 +73,12 @@ def pieces_of(trainer: Any, prompts: datasets.Dataset, *seed: int) -> Pieces:
            args.fp16]  # fmt: skip
     name = xxhash.xxh3_64_hexdigest(json.dumps(key, sort_keys=True).encode())
     [name, *_] = gather_object([name])  # of a model that is cut over ranks, the first one's
-    return Pieces(Path(args.output_dir, FOLDER, f"pieces-{name}"))
+    return RoundFiles(Path(args.output_dir, FOLDER, f"pieces-{name}"))
 
 
 def draw(
-    trainer: Any, prompts: datasets.Dataset, seed: Sequence[int], title: str, pieces: Pieces
-) -> list[Judged]:
+    trainer: Any, prompts: datasets.Dataset, seed: Sequence[int], title: str, pieces: RoundFiles
+) -> list[ScoredCompletions]:
     """Answers of the policy to each prompt, judged, on all ranks. All ranks call it.
 
     trainer: has a `sampler`, its `rollout_options` and a `judge`. What is drawn depends on (*seed, piece) and not on
@@ -97,10 +97,10 @@ def draw(
     if done:
         logger.info("%s: %d of %d pieces were done before", title, len(done), len(done) + len(todo))
     # 2. the others, one of each rank at a time: as many calls on each, since a cut model needs all ranks
-    with trainer.judge, Steps(len(prompts), title, "prompt", shown=rank == 0) as steps:
+    with trainer.judge, TaskProgress(len(prompts), title, "prompt", shown=rank == 0) as steps:
         for first in range(0, len(todo), world):
             if pieces.folder is not None and trainer.preemption.stops(trainer.state, trainer.control):
-                raise Stopped
+                raise RoundInterrupted
             number = todo[first + rank] if first + rank < len(todo) else None
             place = range(0) if number is None else range(number * size, min((number + 1) * size, len(prompts)))
             rows = prompts.select(place).to_list() if number is not None else []
@@ -113,7 +113,7 @@ def draw(
             # in the last lap a rank may have none, and no judge is asked about nothing
             scores = agreed(partial(trainer.judge.score, questions) if questions else list)
             if number is not None:
-                mine[number] = [Judged(*one) for one in zip(answers, scores, strict=True)]
+                mine[number] = [ScoredCompletions(*one) for one in zip(answers, scores, strict=True)]
                 pieces.write(number, mine[number])
             steps.add(min(size * world, len(prompts) - steps.done))
     # 3. in the prompts' order, on all ranks

@@ -27,7 +27,7 @@ from ..batching.micro_batch import MicroBatch, Segments
 from .attention_masks import attention_masks
 from .cpu import multiplies_bf16
 from .head import LOW
-from .recurrent_segments import Pieces
+from .recurrent_segments import SegmentTables
 from .varlen import GQA, has_varlen_kernel, varlen_attn
 from .vision_inputs import names_of_kinds, sees_whole_pictures
 
@@ -48,7 +48,7 @@ def arguments(model: PreTrainedModel, batch: MicroBatch) -> dict[str, Any]:
     ids = batch.input_ids
     pieces = {}
     if segments and getattr(model, "keeps_state", False):
-        pieces["pieces"] = Pieces.of(segments["sizes"], ids.device)
+        pieces["pieces"] = SegmentTables.of(segments["sizes"], ids.device)
     if "flash" in implementation and segments:
         bounds = {name: value for name, value in segments.items() if name in VARLEN}
         return {"attention_mask": None} | bounds | pieces

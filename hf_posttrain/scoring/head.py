@@ -240,13 +240,13 @@ def score_tokens(
     weights [N]: a promise that d loss / d values will be one constant times `weights`. The head's gradient is then
     taken in the forward, so no tile is computed twice; the backward checks the promise.
     """
-    run = _Run(head, tile, weights)
+    run = HeadPass(head, tile, weights)
     values = _ScoreTokens.apply(hidden, head.weight, head.bias, run)
     return values, run.stats
 
 
 @dataclass
-class _Run:
+class HeadPass:
     """One pass over the head, and what its backward needs besides the saved tensors."""
 
     head: LinearHead

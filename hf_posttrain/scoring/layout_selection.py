@@ -16,7 +16,7 @@ from .attention_selection import row_multiple, undo_choice
 from .parity_check import check_causal, check_finite, is_right
 from .recurrent_segments import stateful_layers, takes_pieces
 from .rotary import rope_switch
-from .vision_inputs import Pictures
+from .vision_inputs import VisionInputs
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ def trusted_layout(
     explicit: bool,
     device: torch.device | str = "cpu",
     max_length: int | None = None,
-    pictures: Pictures | None = None,
+    pictures: VisionInputs | None = None,
     teachers: Sequence[nn.Module] = (),
 ) -> str:
     """`layout` if every model scores in it as its own forward does; otherwise `padded`, said in the log.

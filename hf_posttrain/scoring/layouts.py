@@ -28,7 +28,7 @@ from torch import Tensor
 from ..batching.micro_batch import MicroBatch
 from ..errors import InputError
 from . import attention
-from .vision_inputs import Pictures
+from .vision_inputs import VisionInputs
 
 IGNORE = -100
 """The label of a position that predicts nothing."""
@@ -46,7 +46,7 @@ class Branch:
 
 
 @dataclass(frozen=True)
-class Reading:
+class TeacherInput:
     """What a teacher reads of an example: see `teacher_view`."""
 
     teacher: str = ""  # which of several
@@ -62,7 +62,7 @@ class Example:
     branches: Sequence[Branch]
     columns: Mapping[str, Any] = field(default_factory=dict)  # more values, such as a label; each name a tensor [B]
     pictures: Sequence[Any] = ()  # in the order in which the tokens of their features stand in prompt and branch
-    reading: Reading | None = None  # what a teacher reads in its place, where that is something else
+    reading: TeacherInput | None = None  # what a teacher reads in its place, where that is something else
 
 
 class Prompt(list[int]):
@@ -78,10 +78,10 @@ class Prompt(list[int]):
         return prompt
 
 
-def reading_of(row: dict[str, Any]) -> Reading | None:
+def reading_of(row: dict[str, Any]) -> TeacherInput | None:
     """What a prepared row says of its teacher, if anything."""
     teacher, prompt = row.get("teacher"), row.get("teacher_prompt_ids")
-    return Reading(teacher or "", prompt or None) if teacher or prompt else None
+    return TeacherInput(teacher or "", prompt or None) if teacher or prompt else None
 
 
 @dataclass
@@ -91,7 +91,7 @@ class Collator:
     examples: Callable[[dict[str, Any]], list[Example]]  # the examples of a row: one, or those of a packed row
     layout: str  # shared, packed or padded
     row_multiple: int | None = None  # see `collate`
-    pictures: Any = None  # `pictures.Pictures` of a vision-language model
+    pictures: Any = None  # `vision_inputs.VisionInputs` of a vision-language model
     batch_class: ClassVar[type[MicroBatch]] = MicroBatch
 
     def collate(self, examples: Sequence[Example], batch_class: type[MicroBatch]) -> MicroBatch:
@@ -154,7 +154,7 @@ def collate(
 
     pad_id: any token, but for Gemma 3n, which divides by the norm of embeddings: that of its own padding, 0, is 0.
     row_multiple: where the shared and packed layouts are to be one row, what its length is made a multiple of.
-    pictures: `pictures.Pictures`, for examples that have some.
+    pictures: `vision_inputs.VisionInputs`, for examples that have some.
     batch_class: has a field for each of the examples' columns.
     The number of a branch is counted over all examples (example * K + branch where all have K); `row` is the number of
     its example. Raises InputError where there is no token at all.
@@ -198,7 +198,7 @@ def collate(
     return pictures.add_to(batch, shown)
 
 
-def _documents(examples: Sequence[Example], pictures: Pictures | None = None) -> list[Document]:
+def _documents(examples: Sequence[Example], pictures: VisionInputs | None = None) -> list[Document]:
     """One document an example: its prompt once, then its branches."""
     documents, owner = [], count()
     for example in examples:

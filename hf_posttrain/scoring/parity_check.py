@@ -28,7 +28,7 @@ from .layouts import Branch, Example, collate
 from .recurrent_segments import got_pieces
 from .rotary import rope_switch
 from .varlen import has_varlen_kernel
-from .vision_inputs import Pictures
+from .vision_inputs import VisionInputs
 
 logger = logging.getLogger(__name__)
 SPANS = re.compile("^(?!.*(layers|experts|heads)).*(window|chunk|local)")
@@ -86,7 +86,7 @@ def check(
     """Score prompts with their answers on `device` and compare with the model's own forward on each answer alone.
 
     Where the model has a window or chunks shorter than `max_length`, one row is longer than they are. With `pictures`,
-    the `Pictures` of a model that sees, one has a picture. beside: other models for which batches are laid out.
+    the `VisionInputs` of a model that sees, one has a picture. beside: other models for which batches are laid out.
     Returns the mean difference of a token's log-probability. in_float32: is it inside `InFloat32`?
     """
     inner = forward.causal_lm(model)
@@ -218,7 +218,7 @@ def some_ids(model: PreTrainedModel) -> Callable[[int], list[int]]:
     return lambda count: draw.choices(range(min(5, size // 2), min(size, 500)), k=count)
 
 
-def _check_rows(model: PreTrainedModel, max_length: int | None, pictures: Pictures | None = None) -> list[Example]:
+def _check_rows(model: PreTrainedModel, max_length: int | None, pictures: VisionInputs | None = None) -> list[Example]:
     """Two prompts of other lengths with two answers, a short one, one that is longer than what a layer sees, if rows
     may be that, and one with a picture, if the model sees."""
     config: Any = model.config.get_text_config()

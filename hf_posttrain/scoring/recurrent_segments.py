@@ -71,7 +71,7 @@ def got_pieces(model: nn.Module) -> bool:
 
 
 @dataclass
-class Pieces:
+class SegmentTables:
     """Where the pieces of a row are: tables of rows of about equal length, each [n, longest of them]. An index of -1 is
     padding: of prompts on the left, of branches on the right."""
 
@@ -80,7 +80,7 @@ class Pieces:
     back: Tensor  # [L]: the place of each token among those of all tables
 
     @classmethod
-    def of(cls, sizes: Sequence[tuple[int, int]], device: torch.device) -> "Pieces":
+    def of(cls, sizes: Sequence[tuple[int, int]], device: torch.device) -> "SegmentTables":
         """sizes: (queries, keys) of each piece, as `attention.find_segments` has them."""
         starts = np.cumsum([0, *(queries for queries, _ in sizes)])
         places = [np.arange(start, start + queries) for start, (queries, _) in zip(starts, sizes, strict=False)]
@@ -121,7 +121,7 @@ def _table(places: list[np.ndarray], padded_side: int) -> np.ndarray:
     return np.stack([np.pad(row, end, constant_values=-1) for row, end in zip(places, ends, strict=True)])
 
 
-class States:
+class RecurrentStates:
     """The states of one layer, which its forward takes in place of the model's cache. Their keys are `state_idx`."""
 
     record_past = False
@@ -132,7 +132,7 @@ class States:
         self.recurrent_states: dict[int, Tensor] = {}
 
     @classmethod
-    def of_all(cls, several: Sequence["States"]) -> "States":
+    def of_all(cls, several: Sequence["RecurrentStates"]) -> "RecurrentStates":
         """Those of several batches, one after the other."""
         new = cls()
         for name in ("conv_states", "recurrent_states"):
@@ -140,9 +140,9 @@ class States:
                 getattr(new, name)[number] = torch.cat([getattr(each, name)[number] for each in several])
         return new
 
-    def continued(self, begins: Tensor) -> "States":
+    def continued(self, begins: Tensor) -> "RecurrentStates":
         """The states that branches begin with: those of their prompts, or zeros, which is what none means."""
-        new = States()
+        new = RecurrentStates()
         for name in ("conv_states", "recurrent_states"):
             for number, state in getattr(self, name).items():
                 padding = [0, 0] * (state.ndim - 1) + [0, 1]
@@ -150,7 +150,7 @@ class States:
         return new
 
     @property
-    def layers(self) -> Mapping[int, "States"]:
+    def layers(self) -> Mapping[int, "RecurrentStates"]:
         """The layers of a cache: transformers 5.20 reads `cache.layers[layer_idx].conv_states[state_idx]`."""
         return defaultdict(lambda: self)
 
@@ -191,7 +191,7 @@ def _by_piece(kind: Any) -> Callable[..., Any]:
     first = list(signature.parameters)[1]
 
     @functools.wraps(kind.forward)
-    def forward(layer: Any, *args: Any, pieces: Pieces | None = None, **kwargs: Any) -> Any:
+    def forward(layer: Any, *args: Any, pieces: SegmentTables | None = None, **kwargs: Any) -> Any:
         layer.got_pieces = pieces is not None
         if pieces is None:
             return kind.forward(layer, *args, **kwargs)
@@ -201,14 +201,14 @@ def _by_piece(kind: Any) -> Callable[..., Any]:
         del given["self"]
         rows = lambda table: row[table.clamp(min=0)]  # noqa: E731
 
-        def compute(table: Tensor, states: States | None, padding: Tensor | None) -> Tensor:
+        def compute(table: Tensor, states: RecurrentStates | None, padding: Tensor | None) -> Tensor:
             options = given | {first: rows(table), cache: states, mask: padding}
             return kind.forward(layer, **options).flatten(0, 1)
 
-        left = [States() for _ in pieces.prompts]  # by each table of prompts
+        left = [RecurrentStates() for _ in pieces.prompts]  # by each table of prompts
         tables = zip(pieces.prompts, left, strict=True)
         found = [compute(table, states, (table >= 0).to(row.dtype)) for table, states in tables]
-        before = States.of_all(left) if left else None
+        before = RecurrentStates.of_all(left) if left else None
         found += [compute(table, before and before.continued(begins), None) for table, begins in pieces.branches]
         return torch.cat(found).index_select(0, pieces.back)[None]
 

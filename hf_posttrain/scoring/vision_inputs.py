@@ -15,23 +15,23 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..batching.micro_batch import Batch
-from ..data.images import PictureReader
+from ..data.images import ImageReader
 from ..errors import InputError
 
 
 @dataclass
-class Pictures:
+class VisionInputs:
     """How a model takes pictures. rope: an empty model of its class, whose method says positions, or None. always: a
     batch without pictures has a blank one, of which nothing is seen: an engine that cuts the tower gathers it on all
     ranks, and one that averages gradients waits for those of a tower that is trained."""
 
-    reader: PictureReader
+    reader: ImageReader
     rope: Any = None
     always: bool = False
     whole: bool = False  # do the tokens of a picture see each other, those behind them too, in some layers?
 
     @classmethod
-    def of(cls, model: PreTrainedModel, reader: PictureReader, always: bool = False) -> "Pictures":
+    def of(cls, model: PreTrainedModel, reader: ImageReader, always: bool = False) -> "VisionInputs":
         """Of a causal LM with a tower. Raises InputError for one that cannot be trained with pictures."""
         inner, empty = model.base_model, None
         if model.config.model_type == "paligemma":

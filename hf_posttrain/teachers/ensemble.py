@@ -40,7 +40,7 @@ class LogitsByRow:
         return out
 
 
-class Ensemble(TrainerCallback):
+class TeacherRouter(TrainerCallback):
     """Several teachers by name. As a callback it frees their memory after training."""
 
     name = ""

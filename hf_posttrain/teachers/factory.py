@@ -22,7 +22,7 @@ from ..models.policy import find_terminal_ids
 from ..scoring import forward
 from ..trainer.interface import TrainerInterface
 from .cross_tokenizer import CrossTokenizerTeacher
-from .ensemble import Ensemble
+from .ensemble import TeacherRouter
 from .eos import MergedEOS
 from .inputs import TeacherInputs
 from .local import LocalTeacher
@@ -92,7 +92,7 @@ def build_teacher(
             raise InputError(conflict(Feature.SERVED, Feature.IMAGES))
         inputs = TeacherInputs(aligners, served_names)
 
-    teacher: Any = Ensemble(teachers, vocabulary) if names else teachers[""]
+    teacher: Any = TeacherRouter(teachers, vocabulary) if names else teachers[""]
     terminal_ids, eos = _merged_eos(trainer, teacher, vocabulary, merge_eos)
     if teacher.aligner is not None:
         ends = teacher.ends(teacher.aligner.teacher, trainer.args.chat_template_kwargs)

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from ..batching.micro_batch import Deferred, MicroBatch
 from ..data.align import Aligner
-from ..scoring.layouts import Branch, Collator, Example, Reading
+from ..scoring.layouts import Branch, Collator, Example, TeacherInput
 from .batch import TeacherBatch
 from .signal import TeacherSignal, TopK
 
-OWN_PROMPT = Reading()
+OWN_PROMPT = TeacherInput()
 """Of an example that the teacher reads as the student does."""
 
 
@@ -85,7 +85,7 @@ class TeacherInputs:
                 batches[name] = _in_order(batch, read, branches)
         return batches
 
-    def _aligned(self, example: Example) -> Reading:
+    def _aligned(self, example: Example) -> TeacherInput:
         """Return what the teacher reads of an example, with the answers in the tokens of its own tokenizer."""
         reading = example.reading or OWN_PROMPT
         aligner = self.aligners.get(reading.teacher)
@@ -118,7 +118,7 @@ class DistillationCollator(Collator):
         return batch.replace(teacher_signal=TopK(ids, logps))
 
 
-def _as_read(example: Example, reading: Reading) -> Example:
+def _as_read(example: Example, reading: TeacherInput) -> Example:
     """The example as the teacher has it."""
     prompt = example.prompt if reading.prompt is None else reading.prompt
     if reading.aligned is None:

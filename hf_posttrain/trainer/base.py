@@ -35,19 +35,19 @@ from ..models import acceleration, load
 from ..models import policy as policies
 from ..models.frozen import FrozenModel
 from ..monitoring import progress, reporters
-from ..monitoring.anomaly_monitor import Guard
-from ..monitoring.progress import LogLastStep, Pace
+from ..monitoring.anomaly_monitor import AnomalyMonitor
+from ..monitoring.progress import LogLastStep, Throughput
 from ..monitoring.threads import crowded
 from ..monitoring.versions import newer_than_tested
 from ..scoring import forward
 from ..scoring.attention_selection import row_multiple
 from ..scoring.layout_selection import choose_layout, trusted_layout
-from ..scoring.vision_inputs import Pictures
+from ..scoring.vision_inputs import VisionInputs
 from . import checkpoint, output_dir, rules, run_fingerprint, saving, stateful, step
 from .checkpoint import ResumeMixin
 from .config import PostTrainConfig, check_arguments, check_optimizer
 from .evaluation import EvaluationMixin
-from .loss_output import Meter
+from .loss_output import MetricAverager
 from .policy import make_policy
 from .preemption import Preemption
 from .saving import SavingMixin
@@ -58,7 +58,7 @@ logger = logging.getLogger(__name__)
 Rows: TypeAlias = datasets.Dataset | datasets.IterableDataset | Sequence[dict[str, Any]]
 
 
-class _SecondByPosition(abc.ABCMeta):
+class TrainerMeta(abc.ABCMeta):
     """The class of trainers: `Trainer(model, second, args=...)` passes the second model by position, as TRL's allow."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -73,7 +73,7 @@ class _SecondByPosition(abc.ABCMeta):
         return super().__call__(*args, **kwargs)
 
 
-class PostTrainer(StepMixin, EvaluationMixin, SavingMixin, ResumeMixin, metaclass=_SecondByPosition):
+class PostTrainer(StepMixin, EvaluationMixin, SavingMixin, ResumeMixin, metaclass=TrainerMeta):
     """Base of the methods' trainers. Arguments are those of `transformers.Trainer`, plus `peft_config`.
 
     model: a causal LM, or the name or folder of one. processing_class: its tokenizer, loaded with a named model; its
@@ -119,7 +119,7 @@ class PostTrainer(StepMixin, EvaluationMixin, SavingMixin, ResumeMixin, metaclas
         given = (kwargs.get("optimizers") or [None])[0] or kwargs.get("optimizer_cls_and_kwargs")
         self.own_optimizer = bool(given) or type(self).create_optimizer is not Trainer.create_optimizer
         self.new_adapter = getattr(peft_config, "init_lora_weights", None) in (True, "gaussian")
-        self.meters, self.pace = {"train": Meter(), "eval": Meter()}, Pace()
+        self.meters, self.pace = {"train": MetricAverager(), "eval": MetricAverager()}, Throughput()
         self.scored = [forward.causal_lm(model)]
         self.second_models: Sequence[FrozenModel] = ()
         self.stateful: dict[str, Stateful] = {}  # what checkpoints store besides, by name
@@ -129,7 +129,7 @@ class PostTrainer(StepMixin, EvaluationMixin, SavingMixin, ResumeMixin, metaclas
         reader = read_by(self.tokenizer)
         # a tower that is cut over ranks, or trained, runs on each batch: with a picture or without
         always = args.train_vision or bool(launch.asked(args).shards)
-        seen = None if reader is None else Pictures.of(self.scored[0], reader, always)
+        seen = None if reader is None else VisionInputs.of(self.scored[0], reader, always)
         collator = self.collator_class(self.examples, layout, row_multiple(self.scored), pictures=seen)
         if seen is not None:
             check_features(option_features(args) | {Feature.IMAGES: "images"})
@@ -156,7 +156,7 @@ class PostTrainer(StepMixin, EvaluationMixin, SavingMixin, ResumeMixin, metaclas
         launch.check_accelerator(self.accelerator, args)
         sharded.keep_scores_whole(self.accelerator)
         sharded.cut_at_layers(self.accelerator, self.scored[0])
-        self.preemption, self.guard = Preemption(self), Guard(self)
+        self.preemption, self.guard = Preemption(self), AnomalyMonitor(self)
         self.add_callback(self.preemption)
         self.add_callback(self.guard)
         self.ready = self.scoring_checked = False
@@ -347,7 +347,7 @@ class PostTrainer(StepMixin, EvaluationMixin, SavingMixin, ResumeMixin, metaclas
         if newer := newer_than_tested():
             logger.info("%s", newer)
         set_seed(self.args.seed)
-        self.meters["train"], self.has_trained = Meter(), False
+        self.meters["train"], self.has_trained = MetricAverager(), False
         of_run = {"method": self.method.name, "rows": self.described.get("train_dataset"), "recipe": self.recipe}
         reporters.keep_from_failing(self.callback_handler.callbacks, of_run)
         wandb = reporters.wandb_environment(checkpoint.wandb_id(resume_from_checkpoint))
@@ -383,7 +383,7 @@ class PostTrainer(StepMixin, EvaluationMixin, SavingMixin, ResumeMixin, metaclas
             model, dataloader = super()._prepare_for_training(*args)
         self.ready = True
         self.check_scoring(model)
-        self.pace = Pace()
+        self.pace = Throughput()
         return model, sequence.split(self, dataloader)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:

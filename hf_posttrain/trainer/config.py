@@ -39,7 +39,7 @@ _CHECKED: ContextVar[bool] = ContextVar("checked", default=False)
 """Whether the options that a Config is being built from were checked before."""
 
 
-class _Named(type):
+class ConfigMeta(type):
     """The class of Configs: what they are made with is looked at first, so that names of TRL get an answer."""
 
     def __call__(cls, *args: Any, **given: Any) -> Any:
@@ -52,7 +52,7 @@ class _Named(type):
 
 
 @dataclass
-class PostTrainConfig(TrainingArguments, metaclass=_Named):
+class PostTrainConfig(TrainingArguments, metaclass=ConfigMeta):
     """Every field of TrainingArguments, and these. Defaults that differ are TRL's, except bf16, which is off on CPU.
 
     Raises InputError for fields that cannot be honoured and for contradictions.

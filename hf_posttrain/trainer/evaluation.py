@@ -18,7 +18,7 @@ from ..generation.rollout import forked
 from ..scoring import forward
 from ..scoring.layouts import IGNORE
 from .interface import TrainerInterface
-from .loss_output import Meter
+from .loss_output import MetricAverager
 
 
 def full_logits(model: nn.Module, batch: MicroBatch) -> Tensor:
@@ -104,6 +104,6 @@ class EvaluationMixin(TrainerInterface):
 
     def evaluate_rows(self, dataloader: DataLoader[Any], *args: Any, **kwargs: Any) -> tuple[Any, dict[str, float]]:
         """HF's output, and the exact means of losses and metrics over the rows of a loader."""
-        self.meters["eval"] = Meter()
+        self.meters["eval"] = MetricAverager()
         output = super().evaluation_loop(dataloader, *args, **kwargs)
         return output, self.finish_metrics("eval", self.meters["eval"].averages(self.accelerator))

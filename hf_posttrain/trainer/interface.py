@@ -10,11 +10,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 from ..batching.micro_batch import Batch, MicroBatch
 from ..data.dataset_type import AnyDataset
 from ..models.frozen import FrozenModel
-from ..monitoring.anomaly_monitor import Guard
-from ..monitoring.progress import Pace
+from ..monitoring.anomaly_monitor import AnomalyMonitor
+from ..monitoring.progress import Throughput
 from ..scoring.layouts import Collator, Example
 from .config import PostTrainConfig
-from .loss_output import Losses, Meter
+from .loss_output import Losses, MetricAverager
 from .method_spec import Method
 from .stateful import Stateful
 
@@ -46,10 +46,10 @@ class TrainerInterface(Trainer):
     second_models: Sequence[FrozenModel]
     router_coef: float
     """Factor of the load-balancing loss of a mixture of experts; 0 without one."""
-    meters: dict[str, Meter]
+    meters: dict[str, MetricAverager]
     """Metrics by stage, `train` and `eval`."""
-    pace: Pace
-    guard: Guard
+    pace: Throughput
+    guard: AnomalyMonitor
     preemption: Any
     """Whether the run was told to stop: a `Preemption`."""
     stateful: dict[str, Stateful]

@@ -36,7 +36,7 @@ def sum_and_count(values: Tensor, weights: Tensor) -> Tensor:
     return torch.stack([torch.where(weights == 0, 0.0, values * weights).sum(), weights.sum()])
 
 
-class Meter:
+class MetricAverager:
     """Named (sum, count) pairs. Every rank adds the same names in the same order; counts may be zero."""
 
     def __init__(self) -> None:

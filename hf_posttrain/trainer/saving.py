@@ -253,17 +253,17 @@ def check_saved(model: nn.Module, folder: str | Path) -> None:
     named: dict[str, Tensor] = dict(inner.named_parameters(remove_duplicate=False))
     if adapter:
         named = trained_state(inner)
-    saved: dict[str, Weight] = {}
+    saved: dict[str, WeightSummary] = {}
     for file in sorted(place.glob("*.safetensors")):
         try:
             with safe_open(file, framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118
                     part = opened.get_slice(name)
                     shape = part.get_shape()
-                    saved[name] = Weight(("", 0), shape, part[:1] if shape else opened.get_tensor(name))
+                    saved[name] = WeightSummary(("", 0), shape, part[:1] if shape else opened.get_tensor(name))
         except (OSError, SafetensorError) as error:
             raise RuntimeError(f"{file} was just saved and cannot be read: {error}") from error
-    expected = {name: Weight.of(weight) for name, weight in named.items()}
+    expected = {name: WeightSummary.of(weight) for name, weight in named.items()}
     if not adapter and any(unsaved(expected, saved)):
         expected = in_hub_format(inner, named)
     missing = [*unsaved(expected, saved)]
@@ -276,7 +276,7 @@ def check_saved(model: nn.Module, folder: str | Path) -> None:
         )
 
 
-class Weight(NamedTuple):
+class WeightSummary(NamedTuple):
     """What is compared of a weight."""
 
     identity: tuple[str, int]  # the same for the names of a tied weight
@@ -284,13 +284,13 @@ class Weight(NamedTuple):
     start: Tensor | None  # its first row; None where an engine has cut the weight
 
     @classmethod
-    def of(cls, weight: Tensor, layer: str = "") -> "Weight":
+    def of(cls, weight: Tensor, layer: str = "") -> "WeightSummary":
         """Return this of a weight, or of what ZeRO-3 has left of it. `layer` tells apart those that are freed."""
         shape = list(getattr(weight, "ds_shape", weight.shape))
         start = None if is_cut(weight) else weight.detach()[:1] if shape else weight.detach()
         return cls((layer, id(weight)), shape, start)
 
-    def starts_as(self, saved: "Weight") -> bool:
+    def starts_as(self, saved: "WeightSummary") -> bool:
         """Return whether the first row is the one that was saved, as far as it is known."""
         if self.start is None or saved.start is None or self.shape != saved.shape:
             return True  # another shape is listed as missing
@@ -298,7 +298,7 @@ class Weight(NamedTuple):
         return torch.equal(saved.start.to(own.dtype).nan_to_num(), own.nan_to_num())
 
 
-def unsaved(expected: Mapping[str, Weight], saved: Mapping[str, Weight]) -> Iterator[str]:
+def unsaved(expected: Mapping[str, WeightSummary], saved: Mapping[str, WeightSummary]) -> Iterator[str]:
     """Yield a name of each weight that was not saved in its shape. Of tied weights one name is enough."""
     there = {each.identity for name, each in expected.items() if name in saved and saved[name].shape == each.shape}
     for name, weight in expected.items():
@@ -307,7 +307,7 @@ def unsaved(expected: Mapping[str, Weight], saved: Mapping[str, Weight]) -> Iter
             yield name
 
 
-def in_hub_format(inner: nn.Module, named: Mapping[str, Tensor]) -> dict[str, Weight]:
+def in_hub_format(inner: nn.Module, named: Mapping[str, Tensor]) -> dict[str, WeightSummary]:
     """Return weights by the names of the hub's format, in which each expert has tensors of its own, for example.
 
     One layer is converted at a time: on CPU, or without values where an engine has cut it.
@@ -316,15 +316,15 @@ def in_hub_format(inner: nn.Module, named: Mapping[str, Tensor]) -> dict[str, We
     for name, weight in named.items():
         numbered = re.match(r".*?\.\d+\.", name)
         layers.setdefault(numbered[0] if numbered else "", {})[name] = weight
-    found: dict[str, Weight] = {}
+    found: dict[str, WeightSummary] = {}
     for layer, weights in layers.items():
         cut = any(map(is_cut, weights.values()))
         whole: dict[int, Tensor] = {}
         for weight in weights.values():  # tied weights stay one tensor
-            empty = torch.empty(Weight.of(weight).shape, dtype=weight.dtype, device="meta")
+            empty = torch.empty(WeightSummary.of(weight).shape, dtype=weight.dtype, device="meta")
             whole.setdefault(id(weight), empty if cut else weight.detach().cpu())
         converted = hub_weights(inner, {name: whole[id(weight)] for name, weight in weights.items()})
-        kept = {name: Weight.of(weight, layer) for name, weight in converted.items()}
+        kept = {name: WeightSummary.of(weight, layer) for name, weight in converted.items()}
         found |= {name: weight._replace(start=None if cut else weight.start) for name, weight in kept.items()}
     return found
 

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from vision_for_tests import seeing
 
 from hf_posttrain.commands import chat
-from hf_posttrain.commands.inference import Answerer
+from hf_posttrain.commands.inference import InferenceModel
 from hf_posttrain.data import chat as templates
 from hf_posttrain.data.images import read_by
 from hf_posttrain.data.prepare import prepare
@@ -86,7 +86,7 @@ def test_answers_are_those_of_the_model_to_what_was_said(talk):
     turns = row["messages"]
     assert [turn["role"] for turn in turns] == ["system", "user", "assistant", "user", "assistant"]
     assert [turns[n]["content"] for n in (0, 1, 3)] == ["Be brief.", "Hi", "Yes?"]
-    model = Answerer(ModelSection("base"))
+    model = InferenceModel(ModelSection("base"))
     for n in (2, 4):
         ids = templates.encode(model.tokenizer, [templates.ChatTemplate(model.tokenizer).prompt_text(turns[:n])])[0]
         assert turns[n]["content"] == model.text(model.generate([ids], 12)[0])
@@ -217,7 +217,7 @@ def test_ctrl_c_at_a_line_drops_it_and_ends_nothing(talk, given, monkeypatch):
 
 def test_an_answer_that_was_cut_is_marked(talk):
     told = talk(["Hi"], "base", "--temperature", "0")
-    [ids] = Answerer(ModelSection("base")).generate([Prompt(base_tokenizer().encode(ASKED.format("Hi")))], 12)
+    [ids] = InferenceModel(ModelSection("base")).generate([Prompt(base_tokenizer().encode(ASKED.format("Hi")))], 12)
     assert ("(cut after 12 tokens)" in told) == (len(ids) == 12)
     assert "(cut after 3 tokens)" in talk(["Hi"], "base", "--temperature", "0", "--max_new_tokens", "3")
 
@@ -234,7 +234,7 @@ def test_a_saved_conversation_is_trained_on(talk):
 def test_an_answer_is_shown_while_it_is_made_and_without_what_a_terminal_obeys(capsys):
     shown = []
     tokenizer = byte_tokenizer()
-    screen = chat.Screen(lambda ids: tokenizer.decode(ids, skip_special_tokens=True))
+    screen = chat.AnswerStreamer(lambda ids: tokenizer.decode(ids, skip_special_tokens=True))
     screen.put(torch.tensor([[72, 105]]))  # the prompt
     for token in [*"né\n\x1b[2J".encode(), 258]:
         screen.put(torch.tensor([token]))
@@ -290,7 +290,7 @@ def test_switches_that_the_template_does_not_read_are_named(talk):
 
 
 def test_ctrl_c_stops_an_answer_and_keeps_what_was_said(talk, monkeypatch):
-    put, shown = chat.Screen.put, []
+    put, shown = chat.AnswerStreamer.put, []
 
     def stopped(self, ids):
         put(self, ids)
@@ -298,7 +298,7 @@ def test_ctrl_c_stops_an_answer_and_keeps_what_was_said(talk, monkeypatch):
             shown.append(self.ids)
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(chat.Screen, "put", stopped)
+    monkeypatch.setattr(chat.AnswerStreamer, "put", stopped)
     talk(["Hi", "/save said.jsonl", "Yes?", "/save said.jsonl"], "adapter", "--compare")
     first, second = saved()
     assert second["messages"][:2] == first["messages"]

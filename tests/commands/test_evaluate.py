@@ -20,13 +20,13 @@ from vision_for_tests import seeing
 from hf_posttrain import report, run
 from hf_posttrain.commands import evaluate, results
 from hf_posttrain.commands import metrics as loading
-from hf_posttrain.commands.inference import Answerer
+from hf_posttrain.commands.inference import InferenceModel
 from hf_posttrain.data.images import read_by, stored
 from hf_posttrain.generation.final_answer import final_answer
 from hf_posttrain.models.config import ModelSection
 from hf_posttrain.monitoring import progress
 from hf_posttrain.scoring.layouts import Prompt
-from hf_posttrain.scoring.vision_inputs import Pictures
+from hf_posttrain.scoring.vision_inputs import VisionInputs
 
 END, LONGEST = 258, 12
 WORDS = ["What is 7 and 3?", "Hi", "Name a colour, please:", "1+1=", "Yes?", "The capital of France is", "?", "Say no."]
@@ -305,7 +305,7 @@ def test_pictures_are_seen(folder, capsys):
         picture = stored(f"seen/{n}.png")
         seen = f"<|vision_start|>{read_by(tokenizer).expansion(picture)}<|vision_end|>"
         ids = tokenizer.encode(f"<|im_start|>user\n{seen}What?<|im_end|>\n<|im_start|>assistant\n")
-        shown = Pictures.of(model, read_by(tokenizer)).of_prompts([picture], torch.tensor([ids + answer]), model)
+        shown = VisionInputs.of(model, read_by(tokenizer)).of_prompts([picture], torch.tensor([ids + answer]), model)
         values.append(logps(model, ids, answer, len(tokenizer), **shown))
     assert found["answer_nll"] == pytest.approx(-fmean(value for each in values for value in each), abs=1e-4)
     assert values[0] != pytest.approx(values[1])
@@ -516,7 +516,7 @@ def test_tasks_of_lm_eval_agree_with_our_own_scores(tasks, capsys):
     choice, answer = evaluated(
         capsys, "tiny", "--tasks", "choice", "answer", "--task_folder", "tasks", "--output", "out", "--num_fewshot", "0"
     )
-    model, hits = Answerer(ModelSection("tiny")), []
+    model, hits = InferenceModel(ModelSection("tiny")), []
     for row in rows_of("tasks/rows.jsonl"):
         answers = [model.tokenizer.encode(text) for text in row["choices"]]
         sums = [sum(each) for each in model.logps([Prompt(row["question"].encode())] * 3, answers)]
@@ -559,7 +559,7 @@ def test_an_evaluation_that_is_killed_goes_on_and_says_what_is_done(folder, caps
     """Not on a terminal, where nothing else would be seen for many minutes."""
     arguments = ("tiny", "--data", "qa.jsonl", "--batch_size", "2", "--output", "kept")
     whole = metrics(capsys, "tiny", "--data", "qa.jsonl", "--batch_size", "2")
-    real, calls = Answerer.generate, []
+    real, calls = InferenceModel.generate, []
 
     def killed(self, prompts, *args, **kwargs):
         calls.append(len(prompts))
@@ -567,7 +567,7 @@ def test_an_evaluation_that_is_killed_goes_on_and_says_what_is_done(folder, caps
             raise KeyboardInterrupt
         return real(self, prompts, *args, **kwargs)
 
-    monkeypatch.setattr(Answerer, "generate", killed)
+    monkeypatch.setattr(InferenceModel, "generate", killed)
     monkeypatch.setattr(progress, "QUIET", -1.0)
     with caplog.at_level("INFO"), pytest.raises(KeyboardInterrupt):
         evaluate.main([*arguments, "--max_completion_length", str(LONGEST)])

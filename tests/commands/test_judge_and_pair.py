@@ -19,7 +19,7 @@ from hf_posttrain import run
 from hf_posttrain.commands import judge as judging
 from hf_posttrain.commands import sample as sampling
 from hf_posttrain.commands.pair import is_cut
-from hf_posttrain.commands.resumable_jsonl import PieceFile, write_rows
+from hf_posttrain.commands.resumable_jsonl import ResumableFile, write_rows
 from hf_posttrain.data.prepare import prepare
 from hf_posttrain.errors import InputError
 from hf_posttrain.methods import METHODS, config_class
@@ -290,7 +290,7 @@ def test_rows_of_a_prompt_are_of_one_prompt_wherever_they_stand(folder):
 
 def test_a_file_goes_on_behind_its_last_whole_piece(tmp_path):
     out, key = tmp_path / "rows.jsonl", {"of": 1}
-    with contextlib.suppress(RuntimeError), PieceFile(out, key) as file:
+    with contextlib.suppress(RuntimeError), ResumableFile(out, key) as file:
         file.write([{"n": 0}, {"n": 1}])
         print('{"n": 2}', file=file.file, flush=True)
         raise RuntimeError
@@ -299,28 +299,28 @@ def test_a_file_goes_on_behind_its_last_whole_piece(tmp_path):
         cut.write('{"n": 3, "tex')
     assert not out.exists()
     with pytest.raises(InputError, match="is of an earlier command, with another n, of: give that again"):
-        PieceFile(out, {"of": 2, "n": 1})
+        ResumableFile(out, {"of": 2, "n": 1})
     with pytest.raises(InputError, match="is of an earlier command, with another of: give that again"):
-        PieceFile(out, {})
-    with PieceFile(out, key) as file:
+        ResumableFile(out, {})
+    with ResumableFile(out, key) as file:
         assert file.done == 1
         assert [*file.left([0, 64, 128], "test")] == [64, 128]
         with pytest.raises(InputError, match="another process writes"):
-            PieceFile(out, key)
+            ResumableFile(out, key)
         file.write([{"n": 2}])
         assert [*file.finish()] == [{"n": 0}, {"n": 1}, {"n": 2}]
     assert read(out) == [{"n": 0}, {"n": 1}, {"n": 2}]
     assert not part.exists()
     with pytest.raises(InputError, match="is there already"):
-        PieceFile(out, key)
+        ResumableFile(out, key)
 
 
 def test_a_try_without_a_piece_leaves_nothing(tmp_path):
-    with contextlib.suppress(RuntimeError), PieceFile(tmp_path / "rows.jsonl", {}):
+    with contextlib.suppress(RuntimeError), ResumableFile(tmp_path / "rows.jsonl", {}):
         raise RuntimeError
     assert not [*tmp_path.iterdir()]
     with pytest.raises(InputError, match="cannot be written"):
-        PieceFile(tmp_path / "no" / "rows.jsonl", {})
+        ResumableFile(tmp_path / "no" / "rows.jsonl", {})
     with pytest.raises(InputError, match="cannot be written"):
         write_rows(tmp_path / "no" / "rows.jsonl", [])
 
@@ -336,19 +336,19 @@ def test_samples_that_were_killed_are_those_of_a_run_that_was_not(folder, monkey
     assert run.main([*command, "--out", "whole.jsonl"]) == 0
     judge = ["judge", "whole.jsonl", "--by", "function", "test_judge_and_pair:length"]
     assert run.main([*judge, "--out", "judged.jsonl"]) == 0
-    write_piece, calls = PieceFile.write, []
+    write_piece, calls = ResumableFile.write, []
 
     def killed(self, rows):
         write_piece(self, rows)
         calls.append(self.done)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(PieceFile, "write", killed)
+    monkeypatch.setattr(ResumableFile, "write", killed)
     for words, out in ((command, "parts.jsonl"), (judge, "judged_in_parts.jsonl")):
         for number in range(4):
             assert run.main([*words, "--out", out]) == 130
             assert calls[-1] == number + 1
-    monkeypatch.setattr(PieceFile, "write", write_piece)
+    monkeypatch.setattr(ResumableFile, "write", write_piece)
     both = (command, "parts.jsonl", "whole.jsonl"), (judge, "judged_in_parts.jsonl", "judged.jsonl")
     for words, out, whole in both:
         assert run.main([*words, "--out", out]) == 0

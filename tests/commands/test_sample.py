@@ -15,14 +15,14 @@ from vision_for_tests import seeing
 
 from hf_posttrain import run
 from hf_posttrain.commands import sample
-from hf_posttrain.commands.resumable_jsonl import PieceFile
+from hf_posttrain.commands.resumable_jsonl import ResumableFile
 from hf_posttrain.data.images import read_by, stored
 from hf_posttrain.data.prepare import prepare
 from hf_posttrain.errors import InputError
 from hf_posttrain.methods import METHODS
 from hf_posttrain.methods.sft import SFTConfig
 from hf_posttrain.rounds.judges.question import answer_row
-from hf_posttrain.scoring.vision_inputs import Pictures
+from hf_posttrain.scoring.vision_inputs import VisionInputs
 
 RECIPE = """
 method: opd
@@ -84,7 +84,7 @@ def test_answers_to_pictures_see_them(folder):
     assert [row["images"] for row in rows] == [[path] for path in paths]
     for row in rows:
         ids = torch.tensor([row["prompt_ids"] + row["completion_ids"]])
-        shown = Pictures.of(model, read_by(tokenizer)).of_prompts([stored(row["images"][0])], ids, model)
+        shown = VisionInputs.of(model, read_by(tokenizer)).of_prompts([stored(row["images"][0])], ids, model)
         with torch.no_grad():
             logps = model(input_ids=ids, **shown).logits[0, :, : len(tokenizer)].log_softmax(-1)
         expected = logps[len(row["prompt_ids"]) - 1 : -1].gather(-1, torch.tensor(row["completion_ids"])[:, None])
@@ -122,7 +122,7 @@ def test_answers_of_a_file_that_was_corrected_meanwhile_are_not_mixed(folder, mo
     rows = [{"prompt": f"{n}?", "completion": f"{n}"} for n in (1, 2, 1)]
     write_rows(folder / "asked.jsonl", rows)
     monkeypatch.setattr(sample, "PIECE", 1)
-    monkeypatch.setattr(PieceFile, "finish", lambda file: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(ResumableFile, "finish", lambda file: (_ for _ in ()).throw(KeyboardInterrupt))
     command = ["sample", "tiny", "--prompts", "asked.jsonl", "--max_completion_length", "3", "--out", "out.jsonl"]
     assert run.main(command) == 130
     assert "1 rows repeat the prompt of another" in caplog.text

@@ -18,7 +18,7 @@ from tokenizers_for_tests import byte_tokenizer
 from training_for_tests import names_where
 
 from hf_posttrain.data import audit as audit_module
-from hf_posttrain.data.audit import Cut, Found, audits
+from hf_posttrain.data.audit import Truncation, Tally, audits
 from hf_posttrain.data.prepare import prepare, tokenised
 from hf_posttrain.data.row_schema import PREFERENCE, PROMPTS, SUPERVISED, UNPAIRED
 from hf_posttrain.data.sources import _times
@@ -114,8 +114,8 @@ def test_counts_are_those_of_a_plain_loop(audited, method, seed):
 def test_rows_are_named(audited):
     rows = [{"prompt": "q" * n, "completion": "a"} for n in (1, 9, 1, 9, 9, 9, 9, 9)]
     found = audited("sft", rows, max_length=6)  # "a" and the end leave 4 of the prompt
-    assert found.truncated == [Cut(6, [1, 3, 4, 5, 6], "prompt trimmed")]
-    assert found.duplicates == Found(6, [2, 3, 4, 5, 6])  # more than five are counted
+    assert found.truncated == [Truncation(6, [1, 3, 4, 5, 6], "prompt trimmed")]
+    assert found.duplicates == Tally(6, [2, 3, 4, 5, 6])  # more than five are counted
 
 
 def test_a_misspelt_column_is_a_warning_and_another_one_is_named(audited):
@@ -134,10 +134,10 @@ def test_dropped_rows_have_their_reason(audited):
     rows = [{**ids, "completion_mask": mask} for mask in masks]
     found = audited("sft", rows, max_length=3)  # 1 of the prompt, 2 of the completion
     # rows 2 and 4 train nothing to begin with, but are cut as well; what cutting left of row 1 is not trained
-    assert found.dropped == [Cut(3, [1, 2, 4], "no trained token left by max_length")]
+    assert found.dropped == [Truncation(3, [1, 2, 4], "no trained token left by max_length")]
     assert (found.kept, found.truncated[0].first_rows) == (2, [0, 3])
     assert found.lengths["trained"] == {"min": 1, "p50": 1, "p95": 1, "p99": 1, "max": 1, "mean": 1.0}
-    assert audited("sft", rows).dropped == [Cut(2, [2, 4], "no trained token")]
+    assert audited("sft", rows).dropped == [Truncation(2, [2, 4], "no trained token")]
     assert audited("sft", rows[2:3], max_length=3).warnings() == [
         "train: all 1 examples are dropped, with no trained token: raise max_length"
     ]
@@ -148,8 +148,8 @@ def test_pairs_are_two_examples_of_kto(audited):
     found = audited("kto", rows)
     assert (found.rows_read, found.examples) == (2, 4)
     assert found.classes == {"desirable": 2, "undesirable": 2}
-    assert found.duplicates == Found(1, [1])  # (q, b, undesirable) is in both rows
-    assert found.conflicts == Found(3, [0, 1])  # (q, b) is undesirable twice and desirable once
+    assert found.duplicates == Tally(1, [1])  # (q, b, undesirable) is in both rows
+    assert found.conflicts == Tally(3, [0, 1])  # (q, b) is undesirable twice and desirable once
 
 
 def test_lengths_of_opd_are_those_that_max_length_limits(audited, tmp_path, caplog):
@@ -158,7 +158,7 @@ def test_lengths_of_opd_are_those_that_max_length_limits(audited, tmp_path, capl
     found = audited("opd", rows, max_length=16, max_completion_length=10)
     assert found.short() == "train: tokens of prompts p50 3 p95 6 max 6"
     assert (found.lengths["total"], found.lengths["uncut"]["max"]) == (None, 9)
-    assert found.truncated == [Cut(1, [2], "prompt trimmed")]
+    assert found.truncated == [Truncation(1, [2], "prompt trimmed")]
     found = audited("opd", rows[2:], max_length=16, max_completion_length=10)
     remedy = "raise max_length from 16 (10 of them are for the answer, and the longest prompt has 9)"
     assert found.warnings() == [f"train: 1 of 1 examples are truncated: {remedy} or shorten the rows"]
@@ -172,7 +172,7 @@ def test_lengths_of_opd_are_those_that_max_length_limits(audited, tmp_path, capl
 def test_opd_compares_prompts(audited):
     rows = [{"prompt": "q", "completion": "a"}, {"prompt": "q", "completion": "b"}, {"prompt": "r", "completion": "c"}]
     found = audited("opd", rows, max_completion_length=4)
-    assert (found.duplicates, found.stubs) == (Found(1, [1]), Found(0, []))
+    assert (found.duplicates, found.stubs) == (Tally(1, [1]), Tally(0, []))
     assert audited("opd", [{"prompt": "q"}], max_completion_length=4).lengths["completion"] is None
 
 
@@ -199,13 +199,13 @@ def test_masked_tokens_of_an_answer_are_not_trained(tmp_path):
 
 def test_answers_that_differ_beyond_the_cut_train_nothing(audited):
     rows = [{"prompt": "q", "chosen": "aaaaaa", "rejected": "aaaaab"}]
-    assert audited("dpo", rows).identical == Found(0, [])
-    assert audited("dpo", rows, max_length=5).identical == Found(1, [0])
+    assert audited("dpo", rows).identical == Tally(0, [])
+    assert audited("dpo", rows, max_length=5).identical == Tally(1, [0])
 
 
 def test_copies_by_weight_are_no_duplicates(audited):
     once = datasets.Dataset.from_list([{"prompt": p, "completion": "a"} for p in "xyxz"])
-    assert audited("sft", once).duplicates == Found(1, [2])
+    assert audited("sft", once).duplicates == Tally(1, [2])
     twice = _times(once, SimpleNamespace(path="x", weight=2.5))
     assert (len(twice), audited("sft", twice).duplicates.count) == (10, 1)
 
@@ -219,11 +219,11 @@ def test_overlap_of_evaluation_with_training(tmp_path, method):
     config = config_for(method, tmp_path, max_length=20)
     raw = {"train": datasets.Dataset.from_list(train), "eval": datasets.Dataset.from_list(evaluation)}
     found = audits(raw, METHODS[method], byte_tokenizer(), config)
-    assert found["eval"].overlap == Found(len(expected), expected[:5])
+    assert found["eval"].overlap == Tally(len(expected), expected[:5])
     assert found["train"].overlap is None
     assert f"eval: {len(expected)} of 30 examples are in the training set too" in " ".join(found["eval"].warnings())
     raw["eval"] = datasets.Dataset.from_list([{**row, "prompt": "new"} for row in evaluation])
-    assert audits(raw, METHODS[method], byte_tokenizer(), config)["eval"].overlap == Found(0, [])
+    assert audits(raw, METHODS[method], byte_tokenizer(), config)["eval"].overlap == Tally(0, [])
 
 
 def test_it_is_read_from_the_cache_of_training(tmp_path, monkeypatch):

@@ -20,7 +20,7 @@ from special_tokens_for_tests import ANSWER, ANSWERS, LAYOUTS, QUESTIONS, Layout
 from training_for_tests import every_other
 
 from hf_posttrain import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer, run
-from hf_posttrain.commands.inference import Answerer
+from hf_posttrain.commands.inference import InferenceModel
 from hf_posttrain.data import chat
 from hf_posttrain.errors import InputError
 from hf_posttrain.models.config import ModelSection
@@ -198,7 +198,7 @@ def questions(layout):
 
 def check_answers(layout):
     """Answers of a padded batch stop at the end of the turn, which is not in their text."""
-    answerer = Answerer(ModelSection("model"))
+    answerer = InferenceModel(ModelSection("model"))
     tokenizer = answerer.tokenizer
     prompts = chat.encode(tokenizer, [prompt_of(tokenizer, asked) for asked in questions(layout)])
     [first, second] = answerer.generate(prompts, LONGEST)
@@ -271,7 +271,7 @@ def test_tokens_that_the_model_lacks_are_refused_in_one_line(name, folder, capsy
     with pytest.raises(InputError, match=layout.refused):
         SFTTrainer("model", SFTConfig(**options(2)), train_dataset=datasets.Dataset.from_list(rows.sft))
     with pytest.raises(InputError, match=layout.refused):
-        Answerer(ModelSection("model"))
+        InferenceModel(ModelSection("model"))
 
 
 def test_forty_layouts():

@@ -27,7 +27,7 @@ from hf_posttrain.scoring.attention_selection import choose_attention, row_multi
 from hf_posttrain.scoring.head import LogProb
 from hf_posttrain.scoring.layout_selection import able
 from hf_posttrain.scoring.layouts import Branch, Example, collate
-from hf_posttrain.scoring.vision_inputs import Pictures
+from hf_posttrain.scoring.vision_inputs import VisionInputs
 from hf_posttrain.trainer.run_fingerprint import describe_rows
 
 PHOTO, LOGO = pictures()
@@ -104,7 +104,7 @@ def ready(kind):
 def as_in_training(model, reader):
     forward.enable_scoring(model)
     choose_attention(model, CPU)
-    return Pictures.of(model, reader)
+    return VisionInputs.of(model, reader)
 
 
 @pytest.mark.parametrize("kind", KINDS)

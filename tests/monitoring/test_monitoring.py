@@ -173,12 +173,12 @@ class Seen(list):
 
 
 def guarded(method, logs, monkeypatch):
-    """(a Guard that has seen the logs as they came, name -> step of its first warning)."""
+    """(an AnomalyMonitor that has seen the logs as they came, name -> step of its first warning)."""
     monkeypatch.setattr(anomaly_monitor, "broadcast_object_list", lambda found: found)
     trainer = types.SimpleNamespace(
         args=types.SimpleNamespace(stop_on=None), method=TABLE[method], get_total_train_batch_size=lambda args: 16
     )
-    watcher, first = anomaly_monitor.Guard(trainer), {}
+    watcher, first = anomaly_monitor.AnomalyMonitor(trainer), {}
     monkeypatch.setattr(watcher, "_nonfinite", dict)
     for log in logs:
         state = types.SimpleNamespace(log_history=[log], is_world_process_zero=True, global_step=log["step"])

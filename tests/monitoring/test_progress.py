@@ -95,7 +95,7 @@ def test_time_left_is_that_of_this_run(monkeypatch):
     """Resumed at step 90 of 100, two steps took 10 s: eight more take 40 s."""
     clock = types.SimpleNamespace(monotonic=lambda: 0.0)
     monkeypatch.setattr(progress, "time", clock)
-    lines, state = progress.Lines(TABLE["sft"].key_metrics), types.SimpleNamespace(global_step=90, max_steps=100)
+    lines, state = progress.LogLines(TABLE["sft"].key_metrics), types.SimpleNamespace(global_step=90, max_steps=100)
     lines.on_train_begin(None, state, None)
     clock.monotonic, state.global_step = (lambda: 10.0), 92
     assert lines.line({"loss": 1.0}, state) == "step 92/100  loss 1  00:10<00:40"
@@ -153,7 +153,7 @@ def test_a_message_stands_above_the_bar(tmp_path, monkeypatch):
 
 def test_other_ranks_show_nothing(tmp_path):
     trainer = trainer_for("sft", tiny_model(), token_rows("sft"), tmp_path, max_steps=2, disable_tqdm=False)
-    bar = next(callback for callback in trainer.callback_handler.callbacks if isinstance(callback, progress.Bar))
+    bar = next(callback for callback in trainer.callback_handler.callbacks if isinstance(callback, progress.ProgressBar))
     state = TrainerState(max_steps=2, is_world_process_zero=False)
     with on_terminal() as screen:
         bar.on_train_begin(trainer.args, state, trainer.control)
@@ -174,7 +174,7 @@ def test_the_callers_callbacks_stay(tmp_path):
     class Mine(ProgressCallback):
         pass
 
-    for disabled, ours in ((False, progress.Bar), (True, progress.Lines)):
+    for disabled, ours in ((False, progress.ProgressBar), (True, progress.LogLines)):
         trainer = trainer_for(
             "sft", tiny_model(), token_rows("sft"), tmp_path, disable_tqdm=disabled,
             callbacks=[Mine(), PrinterCallback()],
@@ -254,7 +254,7 @@ def test_ranks_are_added_up_and_the_largest_memory_counts(tmp_path):
 def test_evaluations_and_checkpoints_are_not_training_time(monkeypatch):
     clock = types.SimpleNamespace(perf_counter=iter([0.0, 10.0, 40.0, 50.0]).__next__)
     monkeypatch.setattr(progress, "time", clock)
-    training = progress.Pace()
+    training = progress.Throughput()
     training.count(torch.tensor([[2, 1, 1, 0]]))
     training.count(torch.tensor([[1, 1], [1, 0]]))
     with training.paused():  # 10 to 40

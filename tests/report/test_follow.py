@@ -162,7 +162,7 @@ def test_a_model_that_cannot_be_asked_is_trained_all_the_same(tmp_path, caplog, 
 def test_where_other_ranks_wait_an_error_is_one(tmp_path, monkeypatch):
     """Of generation; a file that cannot be written is a warning of the rank that writes."""
     trainer = trainer_for("sft", tiny_model(), token_rows("sft"), tmp_path, eval_exact_match=True)
-    callback = callbacks.Samples(trainer)
+    callback = callbacks.SampleCallback(trainer)
     monkeypatch.setattr(engine, "shards", lambda accelerator: True)
     (tmp_path / "samples.json").mkdir()
     callback.on_train_begin(trainer.args, TrainerState(is_world_process_zero=True), None)

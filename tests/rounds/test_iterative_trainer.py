@@ -38,7 +38,7 @@ from hf_posttrain.methods import METHODS as TABLE
 from hf_posttrain.methods import config_class, trainer_class
 from hf_posttrain.rounds import iteration_log, iterative_trainer, sample_and_judge
 from hf_posttrain.rounds.config import good_from, make_section
-from hf_posttrain.rounds.pairing import Paired, pair_up
+from hf_posttrain.rounds.pairing import SelectedRows, pair_up
 from hf_posttrain.trainer import stateful
 
 KINDS = (SUPERVISED, PREFERENCE, UNPAIRED)
@@ -581,8 +581,8 @@ def test_scores_that_fall_are_warned_of(first, second, warns, tmp_path, caplog):
     for number, scores in enumerate((first, second)):
         done.round.number = number
         rows = prompts(len(scores))
-        judged = [sample_and_judge.Judged([[1, 258]], [score]) for score in scores]
-        iteration_log.record(done, prepared(rows), judged, Paired([[] for _ in scores]), 1.0)
+        judged = [sample_and_judge.ScoredCompletions([[1, 258]], [score]) for score in scores]
+        iteration_log.record(done, prepared(rows), judged, SelectedRows([[] for _ in scores]), 1.0)
     assert ("round 2: its answers score" in caplog.text) == warns
 
 
@@ -602,8 +602,8 @@ def test_a_judge_that_compares_has_no_level_to_fall_from(tmp_path, caplog):
     type(done).section = make_section({**vars(done.section), "judge": given.judge})
     for number, score in enumerate((0.9, 0.1)):
         done.round.number = number
-        judged = [sample_and_judge.Judged([[1, 258]], [score + n / 1000]) for n in range(9)]
-        iteration_log.record(done, prepared(prompts(9)), judged, Paired([[] for _ in judged]), 1.0)
+        judged = [sample_and_judge.ScoredCompletions([[1, 258]], [score + n / 1000]) for n in range(9)]
+        iteration_log.record(done, prepared(prompts(9)), judged, SelectedRows([[] for _ in judged]), 1.0)
     assert "made them worse" not in caplog.text
 
 

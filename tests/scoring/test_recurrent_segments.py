@@ -12,7 +12,7 @@ from plain_for_tests import token_logps
 from training_for_tests import LORA, METHODS, TABLE, assert_same_step, fix_rollouts, one_step, quick, token_rows
 from transformers import CONFIG_MAPPING
 
-from hf_posttrain.check.saved_tensors import Kept
+from hf_posttrain.check.saved_tensors import SavedTensorCounter
 from hf_posttrain.errors import InputError
 from hf_posttrain.generation import rollout
 from hf_posttrain.scoring import forward, recurrent_segments
@@ -20,7 +20,7 @@ from hf_posttrain.scoring.attention_selection import choose_attention, row_multi
 from hf_posttrain.scoring.head import LogProb
 from hf_posttrain.scoring.layout_selection import able, choose_layout, trusted_layout
 from hf_posttrain.scoring.layouts import Branch, Example, collate
-from hf_posttrain.scoring.recurrent_segments import Pieces, stateful_layers
+from hf_posttrain.scoring.recurrent_segments import SegmentTables, stateful_layers
 
 HYBRIDS = ["qwen3_5_text", "qwen3_next", "granitemoehybrid", "nemotron_h", "kimi_linear", "olmo_hybrid", "falcon_h1",
            "bamba", "qwen3_5_moe_text", "zamba2", "bailing_hybrid"]  # fmt: skip
@@ -180,7 +180,7 @@ SIZES = [(3, 3), (2, 5), (1, 4), (4, 4), (1, 1), (2, 3), (3, 3)]
 @pytest.mark.parametrize("alike", [1, 32])
 def test_pieces_go_on_where_their_prompt_ended(alike, monkeypatch):
     monkeypatch.setattr(recurrent_segments, "ALIKE", alike)
-    pieces = Pieces.of(SIZES, CPU)
+    pieces = SegmentTables.of(SIZES, CPU)
     branches, begins = ([each[part].tolist() for each in pieces.branches] for part in (0, 1))
     if alike == 1:
         assert [table.tolist() for table in pieces.prompts] == [[[0, 1, 2]], [[-1, 10]]]
@@ -200,14 +200,14 @@ def test_pieces_of_unequal_length_are_computed_apart(name, monkeypatch):
     monkeypatch.setattr(recurrent_segments, "ALIKE", 1)
     model = build(name)
     assert_equal(together(model, "shared"), alone(model))
-    assert len(Pieces.of([(1, 1), (40, 40)], CPU).branches) == 2
+    assert len(SegmentTables.of([(1, 1), (40, 40)], CPU).branches) == 2
 
 
 def test_one_long_document_among_short_ones_costs_no_padding():
     model, kept = build("qwen3_5_text"), {}
     for lengths in ((512,), (32,) * 16, (512, *(32,) * 16)):
         batch = collate([Example([5], [Branch([7] * n)]) for n in lengths], "packed", row_multiple=1)
-        counted = Kept((*model.parameters(), *model.buffers()))
+        counted = SavedTensorCounter((*model.parameters(), *model.buffers()))
         with counted.counting():
             forward.score(model, batch, LogProb(batch.targets))
         kept[len(lengths)] = counted.bytes

@@ -17,7 +17,7 @@ from vllm_for_tests import Serving
 
 from hf_posttrain import SFTConfig
 from hf_posttrain.scoring import attention, attention_selection, forward
-from hf_posttrain.trainer.loss_output import Meter
+from hf_posttrain.trainer.loss_output import MetricAverager
 
 META = torch.device("meta")
 LAYOUTS = {method: ["shared", "packed", "padded"] for method in METHODS}
@@ -73,7 +73,7 @@ def test_a_step_reads_no_value_and_mixes_no_devices(method, options, dtype, call
     fix_rollouts(monkeypatch)
     # transformers asks, once a forward and before the layers, whether a mask of padding has any
     monkeypatch.setattr(transformers.masking_utils, "_ignore_causal_mask_sdpa", lambda *_, **__: False)
-    monkeypatch.setattr(Meter, "averages", lambda *_: {})  # read at a log, and by what the first step says
+    monkeypatch.setattr(MetricAverager, "averages", lambda *_: {})  # read at a log, and by what the first step says
     trainer = trainer_for(
         method, tiny_model(), token_rows(method, 8), tmp_path, second_model(method, seed=9),
         per_device_train_batch_size=4, **options,
