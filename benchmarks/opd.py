@@ -79,81 +79,126 @@ BPE = "{name_or_path: {home}/teacher, own_tokenizer: true}"
 BPE_SIZE = 96
 """Tokens of experiment k's teacher; the student has 16."""
 EXPERIMENTS: dict[str, tuple[str, dict[str, Setting]]] = {
-    "a": ("student and teacher end with other tokens", {
-        f"{name}, {ends}": Setting(f"{LONG} loss_type={loss}{option}", steps=200, models="ends")
-        for name, loss in (("reverse KL", "reverse_kl"), ("policy gradient", "policy_gradient"))
-        for ends, option in (("one outcome", ""), ("two", " teacher={merge_eos:false}"))
-    }),
-    "b": ("which rollouts", {
-        "on policy": Setting(),
-        "on policy, a quarter of the steps": Setting(steps=STEPS // 4),
-        **{
-            f"replay, a quarter new, of {steps} steps": Setting(f"rollouts={{source:replay,replay_steps:{steps}}}")
-            for steps in (4, 16, 64)
+    "a": (
+        "student and teacher end with other tokens",
+        {
+            f"{name}, {ends}": Setting(f"{LONG} loss_type={loss}{option}", steps=200, models="ends")
+            for name, loss in (("reverse KL", "reverse_kl"), ("policy gradient", "policy_gradient"))
+            for ends, option in (("one outcome", ""), ("two", " teacher={merge_eos:false}"))
         },
-        "frozen, one a prompt": Setting("rollouts=frozen"),
-    }),
-    "c": ("horizon, at equal tokens", {
-        "full": Setting(),
-        "half": Setting("rollouts={train_max_tokens:6} per_device_train_batch_size=128"),
-        "growing": Setting("rollouts={train_max_tokens:{from:4,to:16,steps:200}}"),
-    }),
-    "d": ("token weights", {
-        "none": Setting(),
-        **{name: Setting(f"token_weights={name}") for name in ("cumulative", "top_share", "extremes")},
-        "policy gradient, none": Setting(SAMPLED),
-        "policy gradient, bounded": Setting(f"{SAMPLED} token_weights=bounded"),
-        "policy gradient, sign": Setting(f"{SAMPLED} token_weights=sign"),
-    }),
-    "e": ("the teacher's top k of 16", {
-        "16: all": Setting(),
-        "4, tail": Setting("teacher={top_k:4,top_k_remainder:tail}"),
-        "4, residual": Setting("teacher={top_k:4,top_k_remainder:residual}"),
-        "4, neither": Setting("teacher={top_k:4,top_k_remainder:residual}", recipe="without_tail"),
-        "1, tail": Setting("teacher={top_k:1,top_k_remainder:tail}"),
-        "1, residual": Setting("teacher={top_k:1,top_k_remainder:residual}"),
-        "1, neither": Setting("teacher={top_k:1,top_k_remainder:residual}", recipe="without_tail"),
-    }),
-    "f": ("losses and methods, at equal tokens and at equal seconds", {
-        "OPD, reverse KL": Setting(),
-        "OPD, forward KL": Setting("loss_type=forward_kl"),
-        "OPD, JSD": Setting("loss_type=jsd"),
-        "OPD, policy gradient": Setting(SAMPLED),
-        "KD on the student's 1,024 rows": Setting(recipe="kd"),
-        "KD on the teacher's answers": Setting(recipe="kd", data="teacher_answers.jsonl"),
-        "SFT on the teacher's answers": Setting("max_length=32", recipe="sft", data="teacher_answers.jsonl"),
-        "KD, seconds of OPD": Setting(recipe="kd", data="teacher_answers.jsonl", seconds_of="OPD, reverse KL",
-                                      pace_of="KD on the teacher's answers"),
-        "SFT, seconds of OPD": Setting("max_length=32", recipe="sft", data="teacher_answers.jsonl",
-                                       seconds_of="OPD, reverse KL", pace_of="SFT on the teacher's answers"),
-    }),
-    "g": ("how many prompts", {
-        "4096": Setting(),
-        f"{DIVERSE}": Setting(data="few_prompts.jsonl"),
-    }),
-    "i": ("a reward beside the teacher, 4 rollouts of 16 prompts a step", {
-        "teacher": Setting(GROUPS),
-        "both": Setting(f"{GROUPS} reward={{{GRADED}}}", data="solved_prompts.jsonl"),
-    }),
-    "j": ("the student as its own teacher, which reads the solution", {
-        **{f"{name}, {said}": Setting(f"{SELF} loss_type={loss}", data="solved_prompts.jsonl", models="hints",
-                                      teacher=own)
-           for name, own in (("as it began", OWN.replace(", ema: %s", "") % "start"),
-                             ("moving average, 0.999", OWN % ("ema", 0.999)))
-           for loss, said in (("reverse_kl", "reverse KL"), ("forward_kl", "forward KL"))},
-        "moving average, 0.99, reverse KL": Setting(SELF, data="solved_prompts.jsonl", models="hints",
-                                                    teacher=OWN % ("ema", 0.99)),
-        "SFT on the solutions": Setting("max_length=48", recipe="sft", data="solved_prompts.jsonl", models="hints"),
-    }),
-    "k": ("a teacher with a tokenizer of its own", {
-        "the same tokenizer": Setting(),
-        "its own, reverse KL": Setting("learning_rate=5e-4", models="bpe", teacher=BPE),
-        "its own, policy gradient": Setting(SAMPLED, models="bpe", teacher=BPE),
-        "the same, policy gradient": Setting(SAMPLED),
-        "its own, KD on the student's 1,024 rows": Setting(recipe="kd", models="bpe", teacher=BPE),
-        "the same, KD on the student's 1,024 rows": Setting(recipe="kd"),
-    }),
-}  # fmt: skip
+    ),
+    "b": (
+        "which rollouts",
+        {
+            "on policy": Setting(),
+            "on policy, a quarter of the steps": Setting(steps=STEPS // 4),
+            **{
+                f"replay, a quarter new, of {steps} steps": Setting(f"rollouts={{source:replay,replay_steps:{steps}}}")
+                for steps in (4, 16, 64)
+            },
+            "frozen, one a prompt": Setting("rollouts=frozen"),
+        },
+    ),
+    "c": (
+        "horizon, at equal tokens",
+        {
+            "full": Setting(),
+            "half": Setting("rollouts={train_max_tokens:6} per_device_train_batch_size=128"),
+            "growing": Setting("rollouts={train_max_tokens:{from:4,to:16,steps:200}}"),
+        },
+    ),
+    "d": (
+        "token weights",
+        {
+            "none": Setting(),
+            **{name: Setting(f"token_weights={name}") for name in ("cumulative", "top_share", "extremes")},
+            "policy gradient, none": Setting(SAMPLED),
+            "policy gradient, bounded": Setting(f"{SAMPLED} token_weights=bounded"),
+            "policy gradient, sign": Setting(f"{SAMPLED} token_weights=sign"),
+        },
+    ),
+    "e": (
+        "the teacher's top k of 16",
+        {
+            "16: all": Setting(),
+            "4, tail": Setting("teacher={top_k:4,top_k_remainder:tail}"),
+            "4, residual": Setting("teacher={top_k:4,top_k_remainder:residual}"),
+            "4, neither": Setting("teacher={top_k:4,top_k_remainder:residual}", recipe="without_tail"),
+            "1, tail": Setting("teacher={top_k:1,top_k_remainder:tail}"),
+            "1, residual": Setting("teacher={top_k:1,top_k_remainder:residual}"),
+            "1, neither": Setting("teacher={top_k:1,top_k_remainder:residual}", recipe="without_tail"),
+        },
+    ),
+    "f": (
+        "losses and methods, at equal tokens and at equal seconds",
+        {
+            "OPD, reverse KL": Setting(),
+            "OPD, forward KL": Setting("loss_type=forward_kl"),
+            "OPD, JSD": Setting("loss_type=jsd"),
+            "OPD, policy gradient": Setting(SAMPLED),
+            "KD on the student's 1,024 rows": Setting(recipe="kd"),
+            "KD on the teacher's answers": Setting(recipe="kd", data="teacher_answers.jsonl"),
+            "SFT on the teacher's answers": Setting("max_length=32", recipe="sft", data="teacher_answers.jsonl"),
+            "KD, seconds of OPD": Setting(
+                recipe="kd",
+                data="teacher_answers.jsonl",
+                seconds_of="OPD, reverse KL",
+                pace_of="KD on the teacher's answers",
+            ),
+            "SFT, seconds of OPD": Setting(
+                "max_length=32",
+                recipe="sft",
+                data="teacher_answers.jsonl",
+                seconds_of="OPD, reverse KL",
+                pace_of="SFT on the teacher's answers",
+            ),
+        },
+    ),
+    "g": (
+        "how many prompts",
+        {
+            "4096": Setting(),
+            f"{DIVERSE}": Setting(data="few_prompts.jsonl"),
+        },
+    ),
+    "i": (
+        "a reward beside the teacher, 4 rollouts of 16 prompts a step",
+        {
+            "teacher": Setting(GROUPS),
+            "both": Setting(f"{GROUPS} reward={{{GRADED}}}", data="solved_prompts.jsonl"),
+        },
+    ),
+    "j": (
+        "the student as its own teacher, which reads the solution",
+        {
+            **{
+                f"{name}, {said}": Setting(
+                    f"{SELF} loss_type={loss}", data="solved_prompts.jsonl", models="hints", teacher=own
+                )
+                for name, own in (
+                    ("as it began", OWN.replace(", ema: %s", "") % "start"),
+                    ("moving average, 0.999", OWN % ("ema", 0.999)),
+                )
+                for loss, said in (("reverse_kl", "reverse KL"), ("forward_kl", "forward KL"))
+            },
+            "moving average, 0.99, reverse KL": Setting(
+                SELF, data="solved_prompts.jsonl", models="hints", teacher=OWN % ("ema", 0.99)
+            ),
+            "SFT on the solutions": Setting("max_length=48", recipe="sft", data="solved_prompts.jsonl", models="hints"),
+        },
+    ),
+    "k": (
+        "a teacher with a tokenizer of its own",
+        {
+            "the same tokenizer": Setting(),
+            "its own, reverse KL": Setting("learning_rate=5e-4", models="bpe", teacher=BPE),
+            "its own, policy gradient": Setting(SAMPLED, models="bpe", teacher=BPE),
+            "the same, policy gradient": Setting(SAMPLED),
+            "its own, KD on the student's 1,024 rows": Setting(recipe="kd", models="bpe", teacher=BPE),
+            "the same, KD on the student's 1,024 rows": Setting(recipe="kd"),
+        },
+    ),
+}
 """Letter -> what is compared, and its settings by name. h is read off the evaluations of f."""
 
 
@@ -178,8 +223,13 @@ def main() -> int:
         each(pool, lambda setting, seed: result_of(given, setting, seed), [(x, s) for s in given.seeds for x in first])
         last = [setting for setting in chosen if setting.seconds_of]
         each(pool, lambda setting, seed: result_of(given, setting, seed), [(x, s) for s in given.seeds for x in last])
-    results = {letter: {name: [result_of(given, setting, seed) for seed in given.seeds]
-                        for name, setting in EXPERIMENTS[letter][1].items()} for letter in given.only}  # fmt: skip
+    results = {
+        letter: {
+            name: [result_of(given, setting, seed) for seed in given.seeds]
+            for name, setting in EXPERIMENTS[letter][1].items()
+        }
+        for letter in given.only
+    }
     page = "\n".join(pages(results, [baseline(given, seed, "") for seed in given.seeds] if "" in kinds else []))
     (given.out / "results.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     (given.out / "results.md").write_text(page + "\n", encoding="utf-8")
@@ -199,9 +249,12 @@ def each(pool: ThreadPoolExecutor, function: Any, arguments: Sequence[tuple]) ->
 def command(words: Sequence[Any], log: Path) -> None:
     """Run python with these words, on one thread; its output goes to a file. Raises RuntimeError where it fails."""
     environment = os.environ | {
-        "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
+        "OMP_NUM_THREADS": "1",
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
-    }  # fmt: skip
+    }
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w", encoding="utf-8") as file:
         done = subprocess.run([sys.executable, *map(str, words)], env=environment, stdout=file, stderr=file, cwd=ROOT)
@@ -350,8 +403,13 @@ def result_of(given: argparse.Namespace, setting: Setting, seed: int) -> Result:
         overrides.append(f"teacher.name_or_path={home / 'teacher'}")
         if setting.teacher:
             overrides[-1] = f"teacher={setting.teacher.replace('{home}', str(home))}"
-    words = [setting.recipe, setting.options, setting.data, "seconds" if setting.seconds_of else setting.steps,
-             setting.teacher]  # fmt: skip
+    words = [
+        setting.recipe,
+        setting.options,
+        setting.data,
+        "seconds" if setting.seconds_of else setting.steps,
+        setting.teacher,
+    ]
     name = "_".join("".join(c if c.isalnum() else "-" for c in str(word)) for word in words if word)
     folder = given.out / f"{setting.models or 'plain'}_{seed}" / name
     train(given, recipe, folder, overrides)
@@ -370,11 +428,16 @@ def read_result(folder: Path) -> Result:
     lengths = [log["generation/length"] for log in history if "generation/length" in log]
     evaluation = sum(log["eval_runtime"] for log in evaluated if log["step"])
     return {
-        "steps": state["global_step"], "curve": curve, "exact_match": evaluated[-1]["eval_exact_match"],
-        "before": evaluated[0]["eval_exact_match"], "reverse_kl": evaluated[-1].get("eval_distill/reverse_kl"),
-        "seconds": final["train_runtime"] - evaluation, "stopped": mean("generation/stopped"),
-        "length": mean("generation/length"), "lengths": lengths,
-    }  # fmt: skip
+        "steps": state["global_step"],
+        "curve": curve,
+        "exact_match": evaluated[-1]["eval_exact_match"],
+        "before": evaluated[0]["eval_exact_match"],
+        "reverse_kl": evaluated[-1].get("eval_distill/reverse_kl"),
+        "seconds": final["train_runtime"] - evaluation,
+        "stopped": mean("generation/stopped"),
+        "length": mean("generation/length"),
+        "lengths": lengths,
+    }
 
 
 def baseline(given: argparse.Namespace, seed: int, kind: str) -> tuple[float, float]:
@@ -398,16 +461,35 @@ def pages(results: dict[str, dict[str, list[Result]]], ends: Sequence[tuple[floa
         yield "|---|---|---|---|---|---|---|"
         for name, runs in settings.items():
             plain = ends and not EXPERIMENTS[letter][1][name].models
-            gap = [(run["exact_match"] - low) / (high - low) if high > low else None
-                   for run, (low, high) in zip(runs, ends, strict=True)] if plain else [None]  # fmt: skip
-            columns = [("exact_match", ".1%"), ("reverse_kl", ".3f"), ("stopped", ".2f"), ("length", ".1f"),
-                       ("seconds", ".0f")]  # fmt: skip
+            gap = (
+                [
+                    (run["exact_match"] - low) / (high - low) if high > low else None
+                    for run, (low, high) in zip(runs, ends, strict=True)
+                ]
+                if plain
+                else [None]
+            )
+            columns = [
+                ("exact_match", ".1%"),
+                ("reverse_kl", ".3f"),
+                ("stopped", ".2f"),
+                ("length", ".1f"),
+                ("seconds", ".0f"),
+            ]
             cells = [spread([run[key] for run in runs], form) for key, form in columns]
             yield "| " + " | ".join([name, cells[0], spread(gap, ".0%"), *cells[1:]]) + " |"
         yield ""
     if "f" in results:
-        points = np.array([(kl**0.5, match) for name, runs in results["f"].items() if name.startswith("OPD")
-                           for run in runs for _, match, kl in run["curve"] if kl is not None and kl > 0])  # fmt: skip
+        points = np.array(
+            [
+                (kl**0.5, match)
+                for name, runs in results["f"].items()
+                if name.startswith("OPD")
+                for run in runs
+                for _, match, kl in run["curve"]
+                if kl is not None and kl > 0
+            ]
+        )
         slope, constant = np.polyfit(points[:, 0], points[:, 1], 1)
         away = points[:, 1] - (slope * points[:, 0] + constant)
         fit = 1 - (away**2).sum() / ((points[:, 1] - points[:, 1].mean()) ** 2).sum()

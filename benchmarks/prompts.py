@@ -34,9 +34,15 @@ tf: Any = transformers  # its classes come lazily
 LAYOUTS = ("padded", "packed", "shared")
 WIDTH, SECTIONS = 512, [12, 10, 10]  # of the language model, and of its rotary frequencies for time, height and width
 TEXT: dict[str, Any] = {
-    "hidden_size": WIDTH, "num_hidden_layers": 8, "intermediate_size": 1536, "num_attention_heads": 8,
-    "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 32768, "max_position_embeddings": 4096,
-}  # fmt: skip
+    "hidden_size": WIDTH,
+    "num_hidden_layers": 8,
+    "intermediate_size": 1536,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "vocab_size": 32768,
+    "max_position_embeddings": 4096,
+}
 PLACE, END = 5, 6  # token ids: of a picture's features, and of everything else that is special
 
 
@@ -52,8 +58,14 @@ def hybrid(answer: int) -> tuple[Any, list[Example], Any]:
 
 def pictures(answer: int) -> tuple[Any, list[Example], Any]:
     """(model, examples, `VisionInputs`)."""
-    vision = {"depth": 6, "hidden_size": 384, "intermediate_size": 1536, "num_heads": 6, "out_hidden_size": WIDTH,
-              "deepstack_visual_indexes": [2]}  # fmt: skip
+    vision = {
+        "depth": 6,
+        "hidden_size": 384,
+        "intermediate_size": 1536,
+        "num_heads": 6,
+        "out_hidden_size": WIDTH,
+        "deepstack_visual_indexes": [2],
+    }
     rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": SECTIONS, "mrope_interleaved": True}
     names = ("image", "video", "vision_start", "vision_end")
     special = {f"{name}_token_id": PLACE if name == "image" else END for name in names}
@@ -62,8 +74,10 @@ def pictures(answer: int) -> tuple[Any, list[Example], Any]:
     reader = ImageReader(_processor())
     picture = stored(Image.effect_noise((448, 448), 60).convert("RGB"))
     count = reader.features(reader.expansion(picture))
-    rows = [Example([7, *[PLACE] * count, *range(20, 40)], [Branch([*range(50, 50 + answer)])] * 2, pictures=[picture])
-            for _ in range(4)]  # fmt: skip
+    rows = [
+        Example([7, *[PLACE] * count, *range(20, 40)], [Branch([*range(50, 50 + answer)])] * 2, pictures=[picture])
+        for _ in range(4)
+    ]
     return model, rows, VisionInputs.of(model, reader)
 
 
@@ -114,8 +128,11 @@ def main(words: list[str] | None = None) -> int:
         for name, each in found.items():
             kept = each[-1][1] / 2**20
             apart = ((each[-1][2] - found["padded"][-1][2]) / found["padded"][-1][2]).abs().max()
-            print(f"{case.__name__:9s} {name:7s} {times[name]:.3f} s, {times['padded'] / times[name]:.2f}x padded, "
-                  f"{kept:.0f} MiB kept, answers within {apart:.0e}", flush=True)  # fmt: skip
+            print(
+                f"{case.__name__:9s} {name:7s} {times[name]:.3f} s, {times['padded'] / times[name]:.2f}x padded, "
+                f"{kept:.0f} MiB kept, answers within {apart:.0e}",
+                flush=True,
+            )
     return 0
 
 

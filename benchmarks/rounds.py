@@ -31,8 +31,8 @@ METHODS = {
 SHAPES = {
     f"{ROUNDS} rounds": f"rounds.count={ROUNDS} train.num_train_epochs={PASSES}",
     "1 round, as many answers": f"rounds.count=1 rounds.num_generations={ROUNDS * ANSWERS}"
-                                f" train.num_train_epochs={ROUNDS * PASSES}",
-}  # fmt: skip
+    f" train.num_train_epochs={ROUNDS * PASSES}",
+}
 OPD_STEPS = ROUNDS * ANSWERS * 1024 // 64
 Curve = list[tuple[int, float]]
 
@@ -61,8 +61,11 @@ def main() -> int:
 
 def settings() -> dict[str, tuple[str, str]]:
     """Name -> (recipe of recipes/tiny, overrides)."""
-    found = {f"{method}, {shape}": ("rounds", f"{how} {many}")
-             for method, how in METHODS.items() for shape, many in SHAPES.items()}  # fmt: skip
+    found = {
+        f"{method}, {shape}": ("rounds", f"{how} {many}")
+        for method, how in METHODS.items()
+        for shape, many in SHAPES.items()
+    }
     steps = f"train.max_steps={OPD_STEPS} train.eval_steps={OPD_STEPS // ROUNDS}"
     return found | {"OPD, as many answers": ("opd", steps)}
 

@@ -27,9 +27,12 @@ from .setting import BPE_VOCABULARY, SHAPES, check_device, read_rows, write_mode
 ROOT = Path(__file__).resolve().parents[1]
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
 CASES = {
-    "sft": ("sft", "sft-packed"), "dpo": ("dpo", "dpo-cached"), "kto": ("kto", "kto-cached"), "kd": ("kd",),
+    "sft": ("sft", "sft-packed"),
+    "dpo": ("dpo", "dpo-cached"),
+    "kto": ("kto", "kto-cached"),
+    "kd": ("kd",),
     "opd": ("opd",),
-}  # fmt: skip
+}
 PACKED_BATCH = 2
 SMALLEST = 258
 """Vocabulary: every byte, EOS and padding."""
@@ -155,11 +158,15 @@ def run_worker(spec: dict[str, Any], threads: int, scratch: Path) -> dict[str, A
         spec = spec | {"result": f"{home}/result.json"}
         Path(home, "spec.json").write_text(json.dumps(spec), encoding="utf-8")
         environment = os.environ | {
-            "OMP_NUM_THREADS": str(threads), "HF_HOME": home, "HF_DATASETS_CACHE": f"{home}/datasets",
-            "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
+            "OMP_NUM_THREADS": str(threads),
+            "HF_HOME": home,
+            "HF_DATASETS_CACHE": f"{home}/datasets",
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
             "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
-            "TRL_EXPERIMENTAL_SILENCE": "1", "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),
-        }  # fmt: skip
+            "TRL_EXPERIMENTAL_SILENCE": "1",
+            "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),
+        }
         if spec["device"] == "cpu":
             environment["CUDA_VISIBLE_DEVICES"] = ""
         command = [sys.executable, "-m", "benchmarks.worker", f"{home}/spec.json"]

@@ -22,9 +22,11 @@ from .setting import SHAPES, configured, random_batch, random_model
 
 BASE = {"length": 512, "vocabulary": 32_768, "branches": 1, "rows": 4}
 AXES = {
-    "length": [256, 512, 1024, 2048], "vocabulary": [16_384, 32_768, 65_536, 131_072], "branches": [1, 2, 4, 8],
+    "length": [256, 512, 1024, 2048],
+    "vocabulary": [16_384, 32_768, 65_536, 131_072],
+    "branches": [1, 2, 4, 8],
     "rows": [2, 4, 8, 16],
-}  # fmt: skip
+}
 MEASURED = {"seconds": "seconds a step", "added_gb": "GB beyond the model"}
 
 

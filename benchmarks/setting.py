@@ -1,11 +1,11 @@
 """What both sides of a benchmark are given: rows of GSM8K, a tokenizer and a model of random weights.
 
-    SHAPES           the models: `small` (44 million weights) for CPU, sizes of Qwen3 and Gemma 3 for GPUs, and `tiny`
-    read_rows        method -> rows of plain strings, evenly spaced over the file
-    write_model      a byte-level BPE tokenizer trained on the rows' text, and config.json, in one folder
-    build_model      the folder -> random weights from a seed
-    configured, random_model, random_batch      the same without a folder, and tokens for it
-    ends             what ends a rollout of them
+SHAPES           the models: `small` (44 million weights) for CPU, sizes of Qwen3 and Gemma 3 for GPUs, and `tiny`
+read_rows        method -> rows of plain strings, evenly spaced over the file
+write_model      a byte-level BPE tokenizer trained on the rows' text, and config.json, in one folder
+build_model      the folder -> random weights from a seed
+configured, random_model, random_batch      the same without a folder, and tokens for it
+ends             what ends a rollout of them
 """
 
 import json
@@ -21,35 +21,73 @@ ENDS = 80
 """One in so many tokens ends a rollout: random weights would hardly ever draw the one EOS."""
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {
-        "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64, "num_attention_heads": 2,
-        "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 2048,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "intermediate_size": 64,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "max_position_embeddings": 2048,
     },
     "small": {
-        "hidden_size": 512, "num_hidden_layers": 8, "intermediate_size": 1536, "num_attention_heads": 8,
-        "num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 2048,
+        "hidden_size": 512,
+        "num_hidden_layers": 8,
+        "intermediate_size": 1536,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "max_position_embeddings": 2048,
     },
     "qwen3-0.6b": {
-        "hidden_size": 1024, "num_hidden_layers": 28, "intermediate_size": 3072, "num_attention_heads": 16,
-        "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960,
+        "hidden_size": 1024,
+        "num_hidden_layers": 28,
+        "intermediate_size": 3072,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
     },
     "qwen3-1.7b": {
-        "hidden_size": 2048, "num_hidden_layers": 28, "intermediate_size": 6144, "num_attention_heads": 16,
-        "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960,
+        "hidden_size": 2048,
+        "num_hidden_layers": 28,
+        "intermediate_size": 6144,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
     },
     "qwen3-4b": {
-        "hidden_size": 2560, "num_hidden_layers": 36, "intermediate_size": 9728, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960,
+        "hidden_size": 2560,
+        "num_hidden_layers": 36,
+        "intermediate_size": 9728,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
     },
     "qwen3-8b": {
-        "hidden_size": 4096, "num_hidden_layers": 36, "intermediate_size": 12288, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960, "tie_word_embeddings": False,
+        "hidden_size": 4096,
+        "num_hidden_layers": 36,
+        "intermediate_size": 12288,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "tie_word_embeddings": False,
     },
     "gemma-3-1b": {
-        "model_type": "gemma3_text", "hidden_size": 1152, "num_hidden_layers": 26, "intermediate_size": 6912,
-        "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256, "sliding_window": 512,
-        "query_pre_attn_scalar": 256, "max_position_embeddings": 32768,
+        "model_type": "gemma3_text",
+        "hidden_size": 1152,
+        "num_hidden_layers": 26,
+        "intermediate_size": 6912,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "sliding_window": 512,
+        "query_pre_attn_scalar": 256,
+        "max_position_embeddings": 32768,
     },
-}  # fmt: skip
+}
 SPECIALS = ["<|endoftext|>", "<|pad|>"]
 PLAIN = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
 """A chat template that adds nothing but the end: the same tokens as prompt and completion as strings."""
@@ -127,9 +165,11 @@ def train_tokenizer(data: Path, vocabulary: int = BPE_VOCABULARY) -> Any:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=min(vocabulary, BPE_VOCABULARY), special_tokens=SPECIALS, show_progress=False,
+        vocab_size=min(vocabulary, BPE_VOCABULARY),
+        special_tokens=SPECIALS,
+        show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )  # fmt: skip
+    )
     texts = (text for row in _lines(data / "train.jsonl" if data.is_dir() else data) for text in row.values())
     backend.train_from_iterator(texts, trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=SPECIALS[0], pad_token=SPECIALS[1])

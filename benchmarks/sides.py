@@ -20,12 +20,22 @@ BACKENDS = {"cuda": "inductor", "cpu": "aot_eager"}
 def common(spec: dict[str, Any]) -> dict[str, Any]:
     """The arguments that both sides take."""
     return {
-        "output_dir": str(Path(spec["folder"], "out")), "per_device_train_batch_size": spec["batch"],
-        "num_train_epochs": 1, "learning_rate": 1e-6, "lr_scheduler_type": "constant",
-        "train_sampling_strategy": "sequential", "logging_steps": 10**6, "save_strategy": "no", "eval_strategy": "no",
-        "report_to": "none", "use_cpu": spec["device"] == "cpu", "bf16": spec["bf16"], "disable_tqdm": True, "seed": 0,
+        "output_dir": str(Path(spec["folder"], "out")),
+        "per_device_train_batch_size": spec["batch"],
+        "num_train_epochs": 1,
+        "learning_rate": 1e-6,
+        "lr_scheduler_type": "constant",
+        "train_sampling_strategy": "sequential",
+        "logging_steps": 10**6,
+        "save_strategy": "no",
+        "eval_strategy": "no",
+        "report_to": "none",
+        "use_cpu": spec["device"] == "cpu",
+        "bf16": spec["bf16"],
+        "disable_tqdm": True,
+        "seed": 0,
         "use_liger_kernel": spec["liger"],
-    }  # fmt: skip
+    }
 
 
 def lora(spec: dict[str, Any]) -> dict[str, Any]:

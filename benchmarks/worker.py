@@ -1,6 +1,6 @@
 """One training run of one side, in a process of its own so that its peak memory is its own.
 
-    python -m benchmarks.worker SPEC.json       the spec of `benchmarks.run`; the result is written to spec["result"]
+python -m benchmarks.worker SPEC.json       the spec of `benchmarks.run`; the result is written to spec["result"]
 """
 
 import json

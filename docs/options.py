@@ -34,9 +34,19 @@ HERE = Path(__file__).parent
 CONFIGS = [config_class(method) for method in METHODS.values()]
 CLASSES = {
     cls.__name__: cls
-    for cls in (*CONFIGS, PostTrainConfig, ReferenceOptions, SupervisedOptions, DistillationConfig,
-                ModelSection, TeacherSection, Source,
-                RoundsSection, PairSection, JudgeSection)
+    for cls in (
+        *CONFIGS,
+        PostTrainConfig,
+        ReferenceOptions,
+        SupervisedOptions,
+        DistillationConfig,
+        ModelSection,
+        TeacherSection,
+        Source,
+        RoundsSection,
+        PairSection,
+        JudgeSection,
+    )
 }
 _HEAD = "| option | default | meaning | change it when |\n|---|---|---|---|\n"
 _GROUP_HEAD = "| option | default | meaning |\n|---|---|---|\n"

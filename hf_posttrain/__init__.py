@@ -14,9 +14,16 @@ _MODULES = {name: method.module for method in METHODS.values() for name in (meth
 _MODULES["TeacherSection"] = "hf_posttrain.models.config"
 _MODULES["in_rounds"] = "hf_posttrain.rounds.iterative_trainer"
 _OF_SCRIPTS = (
-    "DatasetConfig", "DatasetMixtureConfig", "ModelConfig", "ScriptArguments", "TrlParser", "get_dataset",
-    "get_kbit_device_map", "get_peft_config", "get_quantization_config",
-)  # fmt: skip
+    "DatasetConfig",
+    "DatasetMixtureConfig",
+    "ModelConfig",
+    "ScriptArguments",
+    "TrlParser",
+    "get_dataset",
+    "get_kbit_device_map",
+    "get_peft_config",
+    "get_quantization_config",
+)
 """Names that scripts of TRL import in addition."""
 _MODULES |= dict.fromkeys(_OF_SCRIPTS, "hf_posttrain.recipe.trl_scripts")
 __all__ = sorted(_MODULES)

@@ -103,7 +103,8 @@ CONFLICTS: tuple[tuple[Feature, Feature, str], ...] = (
     (_F.RESIDUAL, _F.DATA_SHARE, _CURRENT),
     (_F.RESIDUAL, _F.PREFETCH, _CURRENT),
     (
-        _F.PRECOMPUTE, _F.SCORED_EACH_STEP,
+        _F.PRECOMPUTE,
+        _F.SCORED_EACH_STEP,
         "rollouts of later steps do not exist before training. Set rollouts: frozen, or drop teacher.precompute",
     ),
     (_F.PRECOMPUTE, _F.DATA_SHARE, "only rollouts are scored before training"),

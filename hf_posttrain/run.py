@@ -42,17 +42,21 @@ logger = logging.getLogger("hf_posttrain.run")  # also as __main__
 
 # Commands of their own: first word -> the module whose `main` takes the rest
 OTHERS = {
-    **{name: f"hf_posttrain.commands.{name}"
-       for name in ("data", "sample", "judge", "pair", "chat", "merge", "init", "recipes")},
-    "eval": "hf_posttrain.commands.evaluate", "compare": "hf_posttrain.report.compare",
-}  # fmt: skip
+    **{
+        name: f"hf_posttrain.commands.{name}"
+        for name in ("data", "sample", "judge", "pair", "chat", "merge", "init", "recipes")
+    },
+    "eval": "hf_posttrain.commands.evaluate",
+    "compare": "hf_posttrain.report.compare",
+}
 PR_SET_PDEATHSIG = 1  # of Linux' prctl: the signal that a process gets when the one that started it ends
 ADVICE = {  # names of exceptions (torch may not be imported) that are no fault of ours -> what to do
-    **dict.fromkeys(("OutOfMemoryError", "MemoryError"),
-                    "--check and docs/troubleshooting.md, Out of memory, say what to change"),
+    **dict.fromkeys(
+        ("OutOfMemoryError", "MemoryError"), "--check and docs/troubleshooting.md, Out of memory, say what to change"
+    ),
     "DistNetworkError": "a port in use is changed with accelerate launch --main_process_port N or torchrun"
-                        " --master_port N",
-}  # fmt: skip
+    " --master_port N",
+}
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)  # a disk that takes no more
 PATIENCE = 10  # seconds that other ranks give the first one to say what is wrong, before they say it too
 
@@ -185,9 +189,13 @@ def run(recipe: Recipe) -> dict[str, float]:
     parts.make_output_dir(recipe, config)
     with output_dir.locked(config):
         trainer = trainer_class(
-            args=config, processing_class=tokenizer, peft_config=peft_config, train_dataset=rows["train"],
-            eval_dataset=rows.get("eval"), **parts.load_models(recipe, config),
-        )  # fmt: skip
+            args=config,
+            processing_class=tokenizer,
+            peft_config=peft_config,
+            train_dataset=rows["train"],
+            eval_dataset=rows.get("eval"),
+            **parts.load_models(recipe, config),
+        )
         disable_progress_bar()  # of files that are written; those that are read were shown
         if trainer.is_world_process_zero():
             data = {name: dataclasses.asdict(audit) for name, audit in audits.items()}
@@ -268,8 +276,11 @@ def defaults(recipe: Recipe) -> dict[str, Any]:
 
     # of a machine is fp16 too: where it is given, `--check` plans no other precision
     known, left_out = train_fields(recipe.method), (*MACHINERY, "fp16", "local_rank", "do_")
-    return {name: field.default for name, field in known.items() if field.default is not None
-            and name not in recipe.train and not f"{name}=".startswith(left_out)}  # fmt: skip
+    return {
+        name: field.default
+        for name, field in known.items()
+        if field.default is not None and name not in recipe.train and not f"{name}=".startswith(left_out)
+    }
 
 
 def preprocess(recipe: Recipe) -> None:

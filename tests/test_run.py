@@ -633,7 +633,6 @@ def test_a_key_of_a_recipe_is_refused_or_changes_nothing(folder, capsys, changed
         assert said in error_line(capsys, *again)
 
 
-
 @pytest.mark.parametrize(
     ("method", "rows", "expected"),
     [

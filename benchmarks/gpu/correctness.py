@@ -63,13 +63,23 @@ def describe_machine(settings: Settings) -> Iterator[Record]:
     """The device and the versions. This runs before the parts, whichever are chosen."""
     versions = {name: version_of(name) for name in PACKAGES}
     threads = torch.get_num_threads()
-    yield {"versions": versions, "python": platform.python_version(), "threads": threads, "tiny": settings.tiny,
-           "date": time.strftime("%Y-%m-%d", time.gmtime())}  # fmt: skip
+    yield {
+        "versions": versions,
+        "python": platform.python_version(),
+        "threads": threads,
+        "tiny": settings.tiny,
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+    }
     if settings.device == "cuda":
         properties = torch.cuda.get_device_properties(0)
         capability = f"{properties.major}.{properties.minor}"
-        yield {"name": properties.name, "memory_gib": properties.total_memory / 2**30, "capability": capability,
-               "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}  # fmt: skip
+        yield {
+            "name": properties.name,
+            "memory_gib": properties.total_memory / 2**30,
+            "capability": capability,
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),
+        }
     if shutil.which("nvidia-smi"):
         query = ["nvidia-smi", "--query-gpu=driver_version,clocks.sm,clocks.mem,power.limit", "--format=csv,noheader"]
         yield {"driver": subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()}
@@ -123,8 +133,14 @@ def check_layouts(settings: Settings) -> Iterator[Record]:
             attention_selection.choose_attention(model, device)
         values, gradient = (relative_error(*pair) for pair in zip(score(layout), expected, strict=True))
         right = within([values], VALUES[dtype]) and within([gradient], GRADIENTS[dtype])
-        yield {"layout": layout, "attention": implementation, "dtype": str(dtype).removeprefix("torch."),
-               "values": values, "gradient": gradient, "right": right}  # fmt: skip
+        yield {
+            "layout": layout,
+            "attention": implementation,
+            "dtype": str(dtype).removeprefix("torch."),
+            "values": values,
+            "gradient": gradient,
+            "right": right,
+        }
 
 
 def layouts(device: str) -> list[tuple[str, str, torch.dtype]]:

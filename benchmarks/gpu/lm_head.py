@@ -104,5 +104,9 @@ def liger(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 LOSSES: dict[str, Loss] = {
-    "ours": ours, "ours, 4096 rows": ours_in_large_tiles, "full logits": full_logits, "TRL": trl, "Liger": liger,
-}  # fmt: skip
+    "ours": ours,
+    "ours, 4096 rows": ours_in_large_tiles,
+    "full logits": full_logits,
+    "TRL": trl,
+    "Liger": liger,
+}

@@ -110,11 +110,14 @@ def summarise(steps: Steps, device: str) -> Record:
     host = operations(averages, DeviceType.CPU, "self_cpu_time_total")
     ran = operations(averages, DeviceType.CUDA, "self_device_time_total") if device == "cuda" else host
     return {
-        "step_ms": 1e3 * steps.seconds, "device_ms": sum(milliseconds for _, milliseconds, _ in ran),
+        "step_ms": 1e3 * steps.seconds,
+        "device_ms": sum(milliseconds for _, milliseconds, _ in ran),
         "launches": sum(count for name, count in counts.items() if "LaunchKernel" in name),
-        "waits": sum(counts.get(name, 0) for name in WAITS), "reads": sum(counts.get(name, 0) for name in READS),
-        "operations": ran[:MOST], "host_operations": host[:MOST],
-    }  # fmt: skip
+        "waits": sum(counts.get(name, 0) for name in WAITS),
+        "reads": sum(counts.get(name, 0) for name in READS),
+        "operations": ran[:MOST],
+        "host_operations": host[:MOST],
+    }
 
 
 def operations(averages: Any, kind: DeviceType, field: str) -> list[tuple[str, float, int]]:

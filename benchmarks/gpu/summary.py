@@ -213,6 +213,16 @@ def seconds(records: Sequence[Record]) -> Iterator[str]:
 
 
 SECTIONS = (
-    machine, problems, missing, ceilings, compare, lm_head, lora, generation, acceleration, long_rows, profiles,
+    machine,
+    problems,
+    missing,
+    ceilings,
+    compare,
+    lm_head,
+    lora,
+    generation,
+    acceleration,
+    long_rows,
+    profiles,
     seconds,
-)  # fmt: skip
+)

@@ -25,8 +25,14 @@ RUN_SECONDS = 45
 """Limit of one run, so that one that hangs does not take the time of the whole part."""
 COMPILE_SECONDS = 60
 RECORDED = (
-    "tokens_per_second", "rows_per_second", "first_step_seconds", "first_loss", "expected_loss", "tokens", "steps",
-)  # fmt: skip
+    "tokens_per_second",
+    "rows_per_second",
+    "first_step_seconds",
+    "first_loss",
+    "expected_loss",
+    "tokens",
+    "steps",
+)
 LORA_BATCHES = {"qwen3-8b": 2, "qwen3-0.6b": 8, "qwen3-4b": 4, "qwen3-1.7b": 4}
 """Shape -> rows of 2,048 tokens per step, which fit into 80 GB without activation checkpointing."""
 FULL_BATCHES = {"qwen3-0.6b": 8}
@@ -120,11 +126,22 @@ def spec_of(settings: Settings, side: str, method: str, **options: Any) -> dict[
     shape = settings.shape(options.pop("shape", "qwen3-0.6b"))
     flash = side == "trl" and settings.device == "cuda" and "flash_attn" in settings.installed
     return {
-        "side": side, "method": method, "variant": "", "shape": shape, "folder": str(settings.folder / shape),
-        "device": settings.device, "dtype": "float32", "bf16": True, "lora": False, "liger": settings.liger,
-        "compile": False, "attention": "flash_attention_2" if flash else "sdpa", "batch": settings.pick(8, 2),
-        "max_length": settings.pick(1024, 256), "warm_up": settings.pick(WARM_UP, 1),
-    } | options  # fmt: skip
+        "side": side,
+        "method": method,
+        "variant": "",
+        "shape": shape,
+        "folder": str(settings.folder / shape),
+        "device": settings.device,
+        "dtype": "float32",
+        "bf16": True,
+        "lora": False,
+        "liger": settings.liger,
+        "compile": False,
+        "attention": "flash_attention_2" if flash else "sdpa",
+        "batch": settings.pick(8, 2),
+        "max_length": settings.pick(1024, 256),
+        "warm_up": settings.pick(WARM_UP, 1),
+    } | options
 
 
 def training_rows(settings: Settings, spec: dict[str, Any], rows: int, copies: int) -> list[dict[str, Any]]:

@@ -24,11 +24,28 @@ if TYPE_CHECKING:
     from ..trainer.config import PostTrainConfig
 
 _USUAL = (  # options of all methods whose defaults are shown
-    "learning_rate", "lr_scheduler_type", "warmup_steps", "optim", "weight_decay", "max_grad_norm", "num_train_epochs",
-    "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "per_device_eval_batch_size",
-    "bf16", "activation_checkpointing", "max_length", "layout", "logging_steps", "eval_strategy", "save_strategy",
-    "save_steps", "seed", "report_to",
-)  # fmt: skip
+    "learning_rate",
+    "lr_scheduler_type",
+    "warmup_steps",
+    "optim",
+    "weight_decay",
+    "max_grad_norm",
+    "num_train_epochs",
+    "max_steps",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "per_device_eval_batch_size",
+    "bf16",
+    "activation_checkpointing",
+    "max_length",
+    "layout",
+    "logging_steps",
+    "eval_strategy",
+    "save_strategy",
+    "save_steps",
+    "seed",
+    "report_to",
+)
 _WIDE = 512  # hidden size from which a CPU that multiplies bf16 was found quicker with it
 _WRAPPER = textwrap.TextWrapper(110, "  ", "    ", replace_whitespace=False, break_on_hyphens=False)
 
@@ -74,13 +91,18 @@ class Check:
             return f"{code}{words}{PLAIN}" if colour else words
 
         # title and lines of each section
-        sections: list[tuple[str, Iterable[str]]] = [("Recipe", [
-            f"method {self.method}, model {self.recipe['model']['name_or_path']}, read from {self.path}",
-            "given: " + ", ".join(f"{name}={value}" for name, value in self.given.items()),
-            "defaulted: " + ", ".join(f"{name}={value}" for name, value in self.defaulted.items()),
-            *self.teachers,
-            *self.adapter,
-        ])]  # fmt: skip
+        sections: list[tuple[str, Iterable[str]]] = [
+            (
+                "Recipe",
+                [
+                    f"method {self.method}, model {self.recipe['model']['name_or_path']}, read from {self.path}",
+                    "given: " + ", ".join(f"{name}={value}" for name, value in self.given.items()),
+                    "defaulted: " + ", ".join(f"{name}={value}" for name, value in self.defaulted.items()),
+                    *self.teachers,
+                    *self.adapter,
+                ],
+            )
+        ]
         sections += [(f"Data: {audit.name}", audit.lines()) for audit in self.data.values()]
         sections.append(("Tokens", self.tokens.lines()))
         for sample in self.tokens.samples:
@@ -158,16 +180,24 @@ def check(
     defaulted = {name: getattr(value, "value", value) for name, value in values.items() if value is not None}
     resolved, data = recipe.to_dict(), audit_data(recipe, raw, tokenizer, config)
     return Check(
-        str(recipe.path), recipe.method, resolved, resolved["train"], defaulted, data,
+        str(recipe.path),
+        recipe.method,
+        resolved,
+        resolved["train"],
+        defaulted,
+        data,
         tokens=token_preview.audit_tokens(recipe, tokenizer, config, models, raw),
         plan=plan.plan(rows["train"], trainer_class, config, models, engine.processes),
-        memory=estimate, probe=probed,
-        notes=[record.getMessage() for record in logged.buffer] + quicker_on_cpu(recipe, config, engine, models[0])
-        + [said for said in (newer_than_tested(),) if said] + missing_vllm(recipe, config),
+        memory=estimate,
+        probe=probed,
+        notes=[record.getMessage() for record in logged.buffer]
+        + quicker_on_cpu(recipe, config, engine, models[0])
+        + [said for said in (newer_than_tested(),) if said]
+        + missing_vllm(recipe, config),
         servers=[str(problem) for problem in build.server_problems(recipe, config, peft_config)],
         teachers=[describe_teacher(name, section) for name, section in recipe.taught_by()],
         adapter=adapter,
-    )  # fmt: skip
+    )
 
 
 def fitted_models(

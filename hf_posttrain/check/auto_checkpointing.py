@@ -50,5 +50,7 @@ def spare_checkpointing(
     size, have = found.total / GIB, (found.available or 0) / GIB
     logger.info(
         "activation_checkpointing: %s (without it the run needs about %.1f of %.1f GiB)",
-        "off" if enough else "on", size, have,
-    )  # fmt: skip
+        "off" if enough else "on",
+        size,
+        have,
+    )

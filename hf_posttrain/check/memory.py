@@ -206,11 +206,16 @@ class Run:
         totals = {name: sum(parts.values()) - parts["host"] for name, parts in phases.items()}
         most = max(totals, key=lambda name: totals[name])
         return MemoryEstimate(
-            engine=str(engine), phase=most, total=totals[most], available=self.available, phases=totals, notes=notes,
+            engine=str(engine),
+            phase=most,
+            total=totals[most],
+            available=self.available,
+            phases=totals,
+            notes=notes,
             process=round(HEAP * totals[most]) if glibc else None,
             batch={"rows": self.train_rows, "tokens": self.train.input_ids.numel(), "layout": self.layout},
             **phases[most],
-        )  # fmt: skip
+        )
 
     def training_step(self) -> int:
         """Forward and backward of the longest micro-batch: bytes in addition to the gradients of all weights."""
@@ -341,21 +346,32 @@ def advice(found: Any, run: Run, again: Any) -> list[str]:
     changes: list[tuple[Any, str, dict[str, Any]]] = [
         (not config.activation_checkpointing, "train", {"activation_checkpointing": True}),
         (size > 1, "train", smaller),
-        (not (run.recipe.rounds or getattr(config, "precompute_ref_log_probs", True)), "train",
-         {"precompute_ref_log_probs": True}),
+        (
+            not (run.recipe.rounds or getattr(config, "precompute_ref_log_probs", True)),
+            "train",
+            {"precompute_ref_log_probs": True},
+        ),
         (engine.gpu and teacher is not None and not (teacher.offload or teacher.url), "teacher", {"offload": True}),
         (fewer > 1, "train", {"per_device_train_batch_size": 1, "gradient_accumulation_steps": steps * size}),
         (True, "train", {"per_device_eval_batch_size": 1}),
-        (isinstance(getattr(config, "sampler", None), PolicySamplerOptions), "train",
-         {"sampler": PolicySamplerOptions(batch_size=1)}),
+        (
+            isinstance(getattr(config, "sampler", None), PolicySamplerOptions),
+            "train",
+            {"sampler": PolicySamplerOptions(batch_size=1)},
+        ),
         # engines from the fastest to the one that needs least
-        *((several and (name, host) != (engine.name, False), "engine",
-           {"name": name, "offload_params": host, "offload_optimizer": host})
-          for name, host in (("zero1", False), ("zero2", False), ("fsdp2", False), ("fsdp2", True))),
+        *(
+            (
+                several and (name, host) != (engine.name, False),
+                "engine",
+                {"name": name, "offload_params": host, "offload_optimizer": host},
+            )
+            for name, host in (("zero1", False), ("zero2", False), ("fsdp2", False), ("fsdp2", True))
+        ),
         (engine.gpu and engine.name in ("single", "ddp") and not several, "train", {"optim": "adamw_8bit"}),
         (not adapted and not model.from_scratch, "model", {"lora": {"r": 16}}),
         (engine.gpu and model.quantization == "none" and not model.from_scratch, "model", {"quantization": "4bit"}),
-    ]  # fmt: skip
+    ]
     lines, before = [], found
     for applies, section, fields in changes:
         if before.fits or not applies:

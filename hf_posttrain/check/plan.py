@@ -90,10 +90,19 @@ def plan(
         counts += [int((weights > 0).sum()), len(batch.scored), weights.numel(), packed.input_ids.numel()]
     tokens, trained, positions, separate = counts.tolist()
     return Plan(
-        len(rows), processes, per_step, steps, epochs, layout, why, round(tokens / len(order) * per_step),
-        round(trained / len(order) * per_step), padding=1 - tokens / positions, saved=1 - tokens / separate,
+        len(rows),
+        processes,
+        per_step,
+        steps,
+        epochs,
+        layout,
+        why,
+        round(tokens / len(order) * per_step),
+        round(trained / len(order) * per_step),
+        padding=1 - tokens / positions,
+        saved=1 - tokens / separate,
         rounds=_described(config, len(rows), steps),
-    )  # fmt: skip
+    )
 
 
 def _described(config: PostTrainConfig, prompts: int, steps: int) -> str:

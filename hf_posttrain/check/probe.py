@@ -30,13 +30,27 @@ PROMPTS = 4  # how many are answered for the statistics of rollouts
 SPAN = 32  # tokens of a rollout that are averaged to one KL
 EQUAL, LIKELY = 1e-2, 5.0  # beyond these the student differs from itself, and rollouts from what it would sample
 _ONCE = {  # of a single step that leaves nothing behind, in place of the recipe's; not all methods have all of them
-    "max_steps": 1, "train_sampling_strategy": "sequential", "eval_strategy": "no", "save_strategy": "no",
-    "load_best_model_at_end": False, "eval_on_start": False, "resume_from_checkpoint": None, "report_to": "none",
-    "logging_strategy": "no", "dataloader_num_workers": 0, "dataloader_persistent_workers": False,
-    "dataloader_prefetch_factor": None, "lr_scheduler_type": "constant", "lr_scheduler_kwargs": None, "warmup_steps": 0,
-    "push_to_hub": False, "disable_tqdm": True,
-    "desirable_weight": 1.0, "undesirable_weight": 1.0, "stop_on": None,
-}  # fmt: skip
+    "max_steps": 1,
+    "train_sampling_strategy": "sequential",
+    "eval_strategy": "no",
+    "save_strategy": "no",
+    "load_best_model_at_end": False,
+    "eval_on_start": False,
+    "resume_from_checkpoint": None,
+    "report_to": "none",
+    "logging_strategy": "no",
+    "dataloader_num_workers": 0,
+    "dataloader_persistent_workers": False,
+    "dataloader_prefetch_factor": None,
+    "lr_scheduler_type": "constant",
+    "lr_scheduler_kwargs": None,
+    "warmup_steps": 0,
+    "push_to_hub": False,
+    "disable_tqdm": True,
+    "desirable_weight": 1.0,
+    "undesirable_weight": 1.0,
+    "stop_on": None,
+}
 
 
 @dataclass
@@ -118,10 +132,14 @@ def probe(
         chosen = chosen if recipe.rounds is None else trainer.round.rows
     own = [name for name in chosen.column_names if name.endswith("_ids") and name != "mismatch_ids"]
     return Probe(
-        min(config.per_device_train_batch_size, len(chosen)), int(tokens_of(chosen, own).max()),
-        metrics["train_runtime"], peak_memory(config.device), metrics["train_loss"], rollouts,
+        min(config.per_device_train_batch_size, len(chosen)),
+        int(tokens_of(chosen, own).max()),
+        metrics["train_runtime"],
+        peak_memory(config.device),
+        metrics["train_loss"],
+        rollouts,
         {name: value for name, value in averages.items() if name.startswith("align/")} or None,
-    )  # fmt: skip
+    )
 
 
 def sampled(trainer: Any, rows: datasets.Dataset) -> SampledRollouts:
@@ -148,10 +166,12 @@ def sampled(trainer: Any, rows: datasets.Dataset) -> SampledRollouts:
     spans = zip_longest(*(kl[own].split(SPAN) for own in of_each), fillvalue=kl[:0])
     ends = torch.isin(tokens, trainer.ends)
     return SampledRollouts(
-        [int(own.sum()) for own in of_each], float(np.mean([ends[own].any().item() for own in of_each])),
-        [torch.cat(span).mean().item() for span in spans], to_itself(trainer, batch),
+        [int(own.sum()) for own in of_each],
+        float(np.mean([ends[own].any().item() for own in of_each])),
+        [torch.cat(span).mean().item() for span in spans],
+        to_itself(trainer, batch),
         (surprise.sum() / error).item(),
-    )  # fmt: skip
+    )
 
 
 def to_itself(trainer: Any, batch: MicroBatch) -> float:

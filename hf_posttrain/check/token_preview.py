@@ -212,8 +212,11 @@ def audit_tokens(
             names.pop(key, None)
     taught = [section for _, section in recipe.taught_by() if not (section.self or section.own_tokenizer)]
     if taught:
-        served = [terminal_ids_of(generation_config_of(section), tokenizer, config.chat_template_kwargs)
-                  for section in taught if section.url]  # fmt: skip
+        served = [
+            terminal_ids_of(generation_config_of(section), tokenizer, config.chat_template_kwargs)
+            for section in taught
+            if section.url
+        ]
         theirs = {end: tokenizer.convert_ids_to_tokens(end) for ids in (*ends[1:], *served) for end in ids}
         found.teacher_stops, found.differing_prompts = theirs, 0
         found.one_outcome = stops[0] | theirs if config.teacher.merge_eos else {}
@@ -228,8 +231,10 @@ def audit_tokens(
     examples: list[list[Part]] = []
     reader = read_by(tokenizer)
     found.sees = reader is not None
-    decode = {name.partition(".")[2]: (load_tokenizer(section) if section.own_tokenizer else tokenizer).decode
-              for name, section in recipe.taught_by()}  # fmt: skip
+    decode = {
+        name.partition(".")[2]: (load_tokenizer(section) if section.own_tokenizer else tokenizer).decode
+        for name, section in recipe.taught_by()
+    }
     for key, source in recipe.sources():
         with error_context(recipe.where(f"{key}.path")):
             if key in names:

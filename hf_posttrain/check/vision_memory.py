@@ -75,6 +75,10 @@ def tower_of(model: Any, reader: ImageReader, dtype: torch.dtype | None) -> Visi
     rows = sum(one.flatten(0, -2).shape[0] for one in made)
     each = size / rows
     return VisionMemory(
-        given=picture["pixel_values"].nbytes / rows + each * features, outside=each * (kept.bytes - ended + begun),
-        layer=each * (ended - begun), hidden=each * hidden, layers=count, trained=trained,
-    )  # fmt: skip
+        given=picture["pixel_values"].nbytes / rows + each * features,
+        outside=each * (kept.bytes - ended + begun),
+        layer=each * (ended - begun),
+        hidden=each * hidden,
+        layers=count,
+        trained=trained,
+    )

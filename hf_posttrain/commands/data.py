@@ -39,8 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="hf-posttrain data",
         description="Show the format of a data file, the columns that are read and its first example as it is trained.",
-        epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
-    )  # fmt: skip
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     parser.add_argument("file", metavar="FILE", help="a .jsonl, .json, .csv or .parquet file, a folder or a hub name")
     parser.add_argument("columns", metavar="ours=theirs", nargs="*", default=[], help="columns of the recipe's source")
     parser.add_argument("--method", choices=METHODS, help="for this method alone; otherwise for all of them")
@@ -107,8 +109,12 @@ def described(
         for form in dict.fromkeys(forms.values()):
             lines.append(f"format: {form} ({', '.join(method for method in forms if forms[method] == form)})")
         # a column that some of the formats read is used
-        aside = [column for column in rows[0] if all(column in unread(rows[0], form) for form in forms.values())
-                 and not (seen["image_ids"] and column in PICTURES)]  # fmt: skip
+        aside = [
+            column
+            for column in rows[0]
+            if all(column in unread(rows[0], form) for form in forms.values())
+            and not (seen["image_ids"] and column in PICTURES)
+        ]
         used = dict.fromkeys([*(name for form in forms.values() for name in form.split(" + ")), *rows[0]])
         lines.append("columns: " + named(f"{ours} from {theirs[ours]}" for ours in used if ours not in aside))
         lines += [f"not read: {named(aside)}"] if aside else []
@@ -137,8 +143,9 @@ def described(
     lines += ["write into the recipe:", *textwrap.indent(section, "  ").splitlines()]
     renamed = [
         {column: value for column, value in row.items() if column not in mapping.values()}
-        | {ours: row[theirs] for ours, theirs in mapping.items()} for row in rows
-    ]  # fmt: skip
+        | {ours: row[theirs] for ours, theirs in mapping.items()}
+        for row in rows
+    ]
     forms, problems, _ = _readable(renamed, nearest.methods, seen)
     if not forms:
         return [*lines, *(f"then {method}: {problem}" for method, problem in problems.items())], 2

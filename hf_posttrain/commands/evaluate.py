@@ -39,8 +39,15 @@ COMPARED = "pair_accuracy, pair_accuracy_per_token"
 """What is computed of greedy answers, of the data's answers and of pairs."""
 _READING = ("max_length", "image_folder", "apply_chat_template", "chat_template_kwargs")
 _OF_DATA = (*_READING, "limit", "columns", "images", "chat_template", "max_completion_length", "metrics")
-_OF_TASKS = ("limit", "num_fewshot", "task_folder", "max_length", "apply_chat_template", "chat_template",
-             "chat_template_kwargs")  # fmt: skip
+_OF_TASKS = (
+    "limit",
+    "num_fewshot",
+    "task_folder",
+    "max_length",
+    "apply_chat_template",
+    "chat_template",
+    "chat_template_kwargs",
+)
 """Options that rows are read by, and those that evaluations of data and of tasks are kept with."""
 _SWITCH, _SEVERAL = {"action": "store_true"}, {"nargs": "+", "default": [], "metavar": "NAME"}
 _NUMBER, _FOLDER = {"type": number(1), "metavar": "N"}, {"metavar": "FOLDER"}
@@ -59,10 +66,13 @@ _OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "tasks": (_SEVERAL, "tasks of lm-eval, which pip install 'hf_posttrain[eval]' brings"),
     "task_folder": (_FOLDER, "with --tasks: where tasks of your own are, as .yaml"),
     "num_fewshot": (_NUMBER | {"type": number(0)}, "with --tasks: examples before each question (the task's own)"),
-    "output": (_FOLDER | {"type": Path}, f"where the numbers are kept, in {EVALUATIONS} and {RESULTS} (MODEL, where it"
-               " is a run's output_dir; otherwise they are only printed)"),
+    "output": (
+        _FOLDER | {"type": Path},
+        f"where the numbers are kept, in {EVALUATIONS} and {RESULTS} (MODEL, where it"
+        " is a run's output_dir; otherwise they are only printed)",
+    ),
     "json": (_SWITCH, "print the numbers for machines"),
-}  # fmt: skip
+}
 _EXAMPLES = """examples:
   hf-posttrain eval outputs/mine --data test.jsonl
   hf-posttrain eval Qwen/Qwen3-0.6B --data test.jsonl --columns prompt=question completion=answer --limit 200
@@ -108,9 +118,13 @@ def evaluate_model(given: argparse.Namespace) -> list[dict[str, Any]]:
         count = max(map(len, (rows.asked, rows.scored, rows.pairs)))
         found = [{"data": given.data, "split": given.split, "rows": count} | computed]
     found += run_tasks(answerer, given, *tasks) if tasks else []
-    about = {"model": str(Path(given.model)), "adapter": given.adapter, "version": __version__,
-             "dtype": str(answerer.model.dtype).removeprefix("torch."),
-             "date": datetime.now().astimezone().isoformat(timespec="seconds")}  # fmt: skip
+    about = {
+        "model": str(Path(given.model)),
+        "adapter": given.adapter,
+        "version": __version__,
+        "dtype": str(answerer.model.dtype).removeprefix("torch."),
+        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
+    }
     for entry in found:
         chosen = {name: getattr(given, name) for name in (_OF_DATA if "data" in entry else _OF_TASKS)}
         entry |= about | {"options": {name: value for name, value in chosen.items() if value or type(value) is int}}
@@ -123,10 +137,13 @@ def evaluate_model(given: argparse.Namespace) -> list[dict[str, Any]]:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The arguments. Raises InputError for values and combinations that mean nothing."""
     parser = Parser(
-        prog="hf-posttrain eval", usage="hf-posttrain eval MODEL [--data FILE] [--tasks NAME ...] [OPTIONS]",
+        prog="hf-posttrain eval",
+        usage="hf-posttrain eval MODEL [--data FILE] [--tasks NAME ...] [OPTIONS]",
         description="Exact match, perplexity, accuracy on pairs and other metrics of a model; benchmarks of lm-eval.",
-        epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
-    )  # fmt: skip
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     parser.add_argument("model", metavar="MODEL", help="a run's output_dir, another folder, or a hub name")
     for name, (reading, meaning) in _OPTIONS.items():
         parser.add_argument(f"--{name}", help=meaning, **reading)
@@ -189,7 +206,9 @@ def read_rows(given: argparse.Namespace, tokenizer: "PreTrainedTokenizerBase") -
         how = reading_options(**options, **more)
         return list(prepare(raw, PromptReader("eval", kind), tokenizer, how, Path(given.data).name))
 
-    near = suggest(list(islice(raw, 20)), [PromptReader("eval", kind) for kind in (row_schema.SUPERVISED, row_schema.PREFERENCE)])
+    near = suggest(
+        list(islice(raw, 20)), [PromptReader("eval", kind) for kind in (row_schema.SUPERVISED, row_schema.PREFERENCE)]
+    )
     other = [] if near is None or near.missing else [f"{a}={b}" for a, b in near.columns.items() if a != b]
     advice = f"; try --columns {' '.join(other)}" if other else ""
     single, rows = form(row_schema.SUPERVISED) or form(row_schema.PROMPTS), EvaluationRows()
@@ -245,8 +264,9 @@ def evaluate_rows(
         nll = -fmean(value for tokens in counted for value, on in tokens if on)
         found = {"perplexity": math.exp(nll) if nll < 700 else math.inf, "answer_nll": nll}
     if rows.pairs:
-        chosen, rejected = (score(answerer, rows.pairs, f"{name}_ids", given.batch_size)
-                            for name in ("chosen", "rejected"))  # fmt: skip
+        chosen, rejected = (
+            score(answerer, rows.pairs, f"{name}_ids", given.batch_size) for name in ("chosen", "rejected")
+        )
         totals: dict[str, Callable] = dict(zip(COMPARED.split(", "), (math.fsum, fmean), strict=True))
         for name, total in totals.items():
             found[name] = fmean(total(good) > total(bad) for good, bad in zip(chosen, rejected, strict=True))
@@ -278,7 +298,9 @@ def judge_answers(
     return found
 
 
-def kept_answers(answerer: "InferenceModel", asked: list[dict[str, Any]], given: argparse.Namespace) -> ResumableBatches:
+def kept_answers(
+    answerer: "InferenceModel", asked: list[dict[str, Any]], given: argparse.Namespace
+) -> ResumableBatches:
     """Where greedy answers are kept until the command has ended: in the folder of its results, if there is one."""
     if (folder := results_folder(given)) is None:
         return ResumableBatches(None, {})

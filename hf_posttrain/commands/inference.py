@@ -58,9 +58,13 @@ class InferenceModel:
         self.ends = find_terminal_ids(self.model, self.tokenizer, switches)
 
     def generate(
-        self, prompts: Sequence[Prompt], longest: int, temperature: float | None = None,
-        seed: Sequence[int] = (0,), batch_size: int | None = None,
-    ) -> list[list[int]]:  # fmt: skip
+        self,
+        prompts: Sequence[Prompt],
+        longest: int,
+        temperature: float | None = None,
+        seed: Sequence[int] = (0,),
+        batch_size: int | None = None,
+    ) -> list[list[int]]:
         """An answer of at most `longest` tokens to each prompt; temperature None or 0: greedy. What is drawn depends on
         `seed` and on the prompts that are answered together. Raises InputError for logits that are NaN."""
         pad_id, drawn = self.tokenizer.pad_token_id, (temperature or None, batch_size, self.vocabulary, self.see)

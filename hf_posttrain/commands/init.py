@@ -33,8 +33,12 @@ from ..trainer.method_spec import Method
 from .recipes import find_shipped
 
 # Key -> (value, comment). Those of training are for where the shipped recipe has no value
-_LORA = {"r": (16, "rank: more for larger data sets"), "alpha": (32, "the update is scaled by alpha / r"),
-         "dropout": (0.0, "of what it reads"), "target_modules": ("all-linear", "every linear layer")}  # fmt: skip
+_LORA = {
+    "r": (16, "rank: more for larger data sets"),
+    "alpha": (32, "the update is scaled by alpha / r"),
+    "dropout": (0.0, "of what it reads"),
+    "target_modules": ("all-linear", "every linear layer"),
+}
 _TRAIN = {
     "num_train_epochs": (1, "how often rows are seen; max_steps: N ends earlier"),
     "per_device_train_batch_size": (4, "rows at once on a GPU: fewer need less memory"),
@@ -99,8 +103,9 @@ def compose(method: Method, given: argparse.Namespace, file: Path) -> str:
     tree: dict[str, Any] = {"method": (method.name, method.title)}
     tree |= {name: {"name_or_path": (value, of_model + also[name])} for name, value in models.items()}
     tree["model"] |= {"lora": _LORA} if given.lora else {}
-    tree["data"] = {name: {key: (value, of_source[key]) for key, value in each.items()}
-                    for name, each in sources.items()}  # fmt: skip
+    tree["data"] = {
+        name: {key: (value, of_source[key]) for key, value in each.items()} for name, each in sources.items()
+    }
     tree["train"] = {"output_dir": (given.output_dir or f"outputs/{file.stem}", "model, metrics, checkpoints")}
     tree["train"] |= _training(method, own.get("train", {}), options, given, "eval" in sources)
     if given.rounds:

@@ -35,9 +35,12 @@ examples:
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the file; returns the exit code. Raises InputError for files and judges that cannot be used."""
     parser = Parser(
-        prog="hf-posttrain judge", description="Give each answer of a file a score.", epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
-    )  # fmt: skip
+        prog="hf-posttrain judge",
+        description="Give each answer of a file a score.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     parser.add_argument("file", metavar="FILE", help="answers: prompt, completion (and reference) in each row")
     parser.add_argument("--by", nargs="+", metavar=("KIND", "NAME"), required=True, help="who judges, see below")
     parser.add_argument("--out", metavar="FILE", type=Path, required=True, help="where the rows go: a new file")

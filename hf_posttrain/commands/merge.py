@@ -80,4 +80,3 @@ def merge(section: ModelSection, folder: Path) -> str:
     with output_dir.writing(folder):
         saving.write_merged(policy, policy.state_dict(), *saved_too, str(folder))
     return str(inner.dtype).removeprefix("torch.")
-

@@ -67,14 +67,22 @@ def run_tasks(answerer: "InferenceModel", given: argparse.Namespace, manager: An
     from lm_eval.models.huggingface import HFLM
 
     model = HFLM(
-        pretrained=answerer.model, tokenizer=answerer.tokenizer, batch_size=given.batch_size,
-        max_length=given.max_length, chat_template_args=given.chat_template_kwargs,
-    )  # fmt: skip
+        pretrained=answerer.model,
+        tokenizer=answerer.tokenizer,
+        batch_size=given.batch_size,
+        max_length=given.max_length,
+        chat_template_args=given.chat_template_kwargs,
+    )
     try:
         results = lm_eval.simple_evaluate(
-            model, tasks=tasks, task_manager=manager, num_fewshot=given.num_fewshot, limit=given.limit,
-            apply_chat_template=given.apply_chat_template, log_samples=False,
-        )  # fmt: skip
+            model,
+            tasks=tasks,
+            task_manager=manager,
+            num_fewshot=given.num_fewshot,
+            limit=given.limit,
+            apply_chat_template=given.apply_chat_template,
+            log_samples=False,
+        )
     except ValueError as error:  # of code that it does not run unasked, for one
         raise InputError(f"--tasks: {error}") from error
     found = []

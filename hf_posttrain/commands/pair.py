@@ -28,18 +28,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Write the file and say what was left out; returns the exit code. Raises InputError for files without scores."""
     methods = [name for name, method in METHODS.items() if not method.rows.sampled]
     parser = Parser(
-        prog="hf-posttrain pair", description="Make rows to train on of judged answers.",
-        epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
-    )  # fmt: skip
+        prog="hf-posttrain pair",
+        description="Make rows to train on of judged answers.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     parser.add_argument("file", metavar="FILE", help="judged answers: prompt, completion and score in each row")
     parser.add_argument("--method", choices=methods, required=True, help="what the rows are for")
     parser.add_argument("--out", metavar="FILE", type=Path, required=True, help="where the rows go: a new file")
-    parser.add_argument("--take", choices=["best", "all"], help="the best (and worst) answer, or all that are good"
-                        " enough (all for labels, else best)")  # fmt: skip
-    parser.add_argument("--margin", type=float, default=0.0, help="of pairs, how much better one must be; of labels, "
-                        "how far from the threshold a score must be (0)")  # fmt: skip
-    parser.add_argument("--threshold", type=float, help="score from which an answer is good (0.5 of exact_match; "
-                        "else of labels the mean of their prompt, and none)")  # fmt: skip
+    parser.add_argument(
+        "--take",
+        choices=["best", "all"],
+        help="the best (and worst) answer, or all that are good enough (all for labels, else best)",
+    )
+    parser.add_argument(
+        "--margin",
+        type=float,
+        default=0.0,
+        help="of pairs, how much better one must be; of labels, how far from the threshold a score must be (0)",
+    )
+    parser.add_argument(
+        "--threshold",
+        type=float,
+        help="score from which an answer is good (0.5 of exact_match; "
+        "else of labels the mean of their prompt, and none)",
+    )
     parser.add_argument("--unfinished", action="store_true", help="answers that were cut may be good ones")
     parser.add_argument("--ids", action="store_true", help="write token ids, as they were sampled, in place of texts")
     given = parser.parse_args(argv)

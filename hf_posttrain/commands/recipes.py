@@ -23,10 +23,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """List, print or copy recipes; returns the exit code. Raises InputError for names that do not exist and for files
     that are there already or cannot be written."""
     parser = Parser(
-        prog="hf-posttrain recipes", usage="hf-posttrain recipes [NAME ... [--to FOLDER] | --show NAME]",
+        prog="hf-posttrain recipes",
+        usage="hf-posttrain recipes [NAME ... [--to FOLDER] | --show NAME]",
         description="List the recipes that come with the package, print one, or copy some to begin from.",
-        epilog="example: hf-posttrain recipes fsdp2 zero3 --to mine", allow_abbrev=False,
-    )  # fmt: skip
+        epilog="example: hf-posttrain recipes fsdp2 zero3 --to mine",
+        allow_abbrev=False,
+    )
     parser.add_argument("names", metavar="NAME", nargs="*", help="recipes and accelerate configs to copy")
     parser.add_argument("--to", metavar="FOLDER", type=Path, help="where they are copied to (the current folder)")
     parser.add_argument("--show", metavar="NAME", help="print this one")

@@ -47,8 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="hf-posttrain sample",
         usage="hf-posttrain sample RECIPE.yaml|MODEL [section.key=value ...] --out FILE [OPTIONS]",
         description="Let a model answer prompts: those of a file, or of a recipe's data, each of them once.",
-        epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
-    )  # fmt: skip
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     parser.add_argument("words", metavar="RECIPE.yaml or MODEL, section.key=value", nargs="*")
     parser.add_argument("--out", metavar="FILE", type=Path, required=True, help="where the lines go: a new file")
     parser.add_argument("--prompts", metavar="FILE", help="what is answered, in any format with prompts (the recipe's)")
@@ -194,7 +196,9 @@ def _of_recipe(recipe: Recipe, given: Any) -> SamplingJob:
         rows = prepare_data(recipe, trainer_class, tokenizer, config)[0][given.split]
     if not isinstance(rows, datasets.Dataset):
         raise InputError(f"{recipe.where('data')}: sample needs data of known length: drop streaming")
-    asked = SamplingJob(recipe.model, tokenizer, rows, given.prompts or recipe.where("data"), config.chat_template_kwargs)
+    asked = SamplingJob(
+        recipe.model, tokenizer, rows, given.prompts or recipe.where("data"), config.chat_template_kwargs
+    )
     asked.longest = config.eval_max_completion_length
     asked.set(given, recipe.rounds or config, config.seed)
     asked.device = config.device
@@ -268,9 +272,15 @@ def _by_server(asked: SamplingJob, url: str) -> Any:
     asked.weights = served
     asked.ends = terminal_ids_of(generation_config_of(asked.section), asked.tokenizer, asked.switches)
     shared = {
-        "model": served, "n": asked.count, "temperature": asked.temperature, "max_tokens": asked.longest, **PLAIN,
-        "stop_token_ids": asked.ends, "ignore_eos": True, "logprobs": 0,
-    }  # fmt: skip
+        "model": served,
+        "n": asked.count,
+        "temperature": asked.temperature,
+        "max_tokens": asked.longest,
+        **PLAIN,
+        "stop_token_ids": asked.ends,
+        "ignore_eos": True,
+        "logprobs": 0,
+    }
 
     def answer(prompts: list[Any], first: int) -> tuple[list[list[int]], list[list[float]]]:
         each = prompts[:: asked.count]

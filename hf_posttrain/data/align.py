@@ -47,9 +47,7 @@ class Aligned:
     def match(self) -> list[int]:
         """The teacher's token for each student token that forms a chunk with it alone, -1 for any other token."""
         mine, theirs = _by_chunk(self.chunks), _by_chunk(self.their_chunks)
-        alone = {
-            chunk: places[0] for chunk, places in theirs.items() if len(places) == len(mine.get(chunk, ())) == 1
-        }
+        alone = {chunk: places[0] for chunk, places in theirs.items() if len(places) == len(mine.get(chunk, ())) == 1}
         return [alone.get(chunk, -1) for chunk in self.chunks]
 
     @property
@@ -77,8 +75,9 @@ class Aligner:
     and that begin with 9. `Aligned.longer` lists these tokens, `scoring.chunks` sums their probability.
     """
 
-    def __init__(self, student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, ends: Sequence[int],
-                 their_end: int):  # fmt: skip
+    def __init__(
+        self, student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, ends: Sequence[int], their_end: int
+    ):
         self.student, self.teacher, self.ends, self.their_end = student, teacher, list(ends), their_end
         self.mine, self.theirs = (_spellings(tokenizer) for tokenizer in (student, teacher))
         alone = {*self.theirs.values()} - {*self.mine.values()}

@@ -183,8 +183,12 @@ class _Rendered(NamedTuple):
         """Return whether the prompt of message n has the beginning of a text, and a trained turn the rest. White space
         between the two may be missing, where a token spans the end of the prompt.
         """
-        ends = [(place, begin) for begin, end in turns for place in _places(text, self.full)
-                if begin < place + len(text) <= end]  # fmt: skip
+        ends = [
+            (place, begin)
+            for begin, end in turns
+            for place in _places(text, self.full)
+            if begin < place + len(text) <= end
+        ]
         start = self.begin_of(n) if ends else 0
         return any(place < start <= begin and not self.full[start:begin].strip() for place, begin in ends)
 

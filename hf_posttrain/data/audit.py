@@ -29,19 +29,22 @@ end: a model that is shown too few ends does not learn to stop."""
 BALANCE = 4.0  # weight of one class of labels over that of the other above which it is warned
 _FINDINGS = {  # field of DataAudit: what `lines` call it, share of the kept examples above which it is warned, warning
     "duplicates": ("duplicates", 0.25, "examples repeat an earlier one: remove them"),
-    "unknown": ("with the unknown token", 0.1,
-                "examples hold the unknown token: clean them, or use another tokenizer"),
+    "unknown": ("with the unknown token", 0.1, "examples hold the unknown token: clean them, or use another tokenizer"),
     "stubs": ("with a single trained token", 0.5, "examples train a single token: are the columns the right ones?"),
     "conflicts": ("under both labels", 0.01, "answers are labelled desirable and undesirable: keep one label"),
     "identical": ("with chosen = rejected", 0.01, "pairs have the same chosen and rejected answer: remove them"),
-    "overlap": ("also in train", 0,
-                "examples are in the training set too, so they measure memory: remove them from one"),
-}  # fmt: skip
+    "overlap": (
+        "also in train",
+        0,
+        "examples are in the training set too, so they measure memory: remove them from one",
+    ),
+}
 _DROPPED = {NO_TARGET: "no trained token", NO_TARGET | COMPLETION_CUT: "no trained token left by max_length"}
 _TRUNCATED = {
-    PROMPT_CUT: "prompt trimmed", COMPLETION_CUT: "completion cut",
+    PROMPT_CUT: "prompt trimmed",
+    COMPLETION_CUT: "completion cut",
     PROMPT_CUT | COMPLETION_CUT: "prompt trimmed and completion cut",
-}  # fmt: skip
+}
 
 
 @dataclass
@@ -199,10 +202,18 @@ def _count(raw: Any, every: pd.DataFrame, keys: list[str], kind: RowKind, config
     new = kept[~kept.is_copy]
     repeats = new[new.duplicated([*keys, "label"] if kind.labelled else keys)]
     made = DataAudit(
-        name, getattr(config, "max_length", None), every.row.nunique() if streamed else len(raw), streamed, len(every),
-        dropped=_cuts(every[lost], _DROPPED), truncated=_cuts(kept, _TRUNCATED), lengths=_lengths(every, kept, kind),
-        stubs=_found(kept[kept.trained == 1]), duplicates=_found(repeats), unknown=_found(kept[kept.unknown]),
-    )  # fmt: skip
+        name,
+        getattr(config, "max_length", None),
+        every.row.nunique() if streamed else len(raw),
+        streamed,
+        len(every),
+        dropped=_cuts(every[lost], _DROPPED),
+        truncated=_cuts(kept, _TRUNCATED),
+        lengths=_lengths(every, kept, kind),
+        stubs=_found(kept[kept.trained == 1]),
+        duplicates=_found(repeats),
+        unknown=_found(kept[kept.unknown]),
+    )
     if kind.sampled:
         made.reserved = getattr(config, "max_completion_length", None) or 0
     if kind.paired:

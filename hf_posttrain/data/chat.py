@@ -103,8 +103,10 @@ class ChatTemplate(NamedTuple):
         always = _reads_parts(self.tokenizer, template)
         messages = [{**m, "content": _parts(m["content"])} if always or MARK in m["content"] else m for m in messages]
         if any("tool_calls" in m for m in messages) and _reads_text_arguments(self.tokenizer, template):
-            messages = [_with_calls(m, lambda arguments, _: {"arguments": json.dumps(arguments, ensure_ascii=False)})
-                        for m in messages]  # fmt: skip
+            messages = [
+                _with_calls(m, lambda arguments, _: {"arguments": json.dumps(arguments, ensure_ascii=False)})
+                for m in messages
+            ]
         options |= {"tools": self.tools, "chat_template": template}
         return self.tokenizer.apply_chat_template(messages, **options, **(self.kwargs or {}))
 
@@ -168,8 +170,10 @@ def _numbered(message: dict[str, Any], n: int) -> dict[str, Any]:
     """Message n with texts that stand nowhere else in place of its own and of the names and arguments of its calls."""
     mark, kept = f"{_PROBE}n{n}", ("role", "name", "tool_call_id")
     texts = {key: value for key, value in message.items() if isinstance(value, str) and key not in kept}
-    message = _with_calls(message, lambda arguments, k: {"name": f"{mark}f{k}z"} | (
-        {"arguments": {"x": f"{mark}a{k}z"}} if arguments else {}))  # fmt: skip
+    message = _with_calls(
+        message,
+        lambda arguments, k: {"name": f"{mark}f{k}z"} | ({"arguments": {"x": f"{mark}a{k}z"}} if arguments else {}),
+    )
     return message | {key: f"{mark}{key}z" if text.strip() else "" for key, text in texts.items()}
 
 
@@ -418,8 +422,13 @@ def end_once(tokenizer: PreTrainedTokenizerBase, ids: list[int], end_id: int, ot
     return ids[: last + 1]
 
 
-def encode_pairs(tokenizer: PreTrainedTokenizerBase, prompts: list[str], completions: list[str], end_id: int,
-                 others: Set[int] = frozenset()) -> list[tuple[list[int], list[int]]]:  # fmt: skip
+def encode_pairs(
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: list[str],
+    completions: list[str],
+    end_id: int,
+    others: Set[int] = frozenset(),
+) -> list[tuple[list[int], list[int]]]:
     """(prompt ids, completion ids) of each pair, tokenised together in two calls.
 
     The prompt's ids are those that generation would see, so a token never spans the boundary: where tokenising the

@@ -12,14 +12,33 @@ from .messages import text_of
 from .row_schema import OPTIONAL, Reader
 
 _NAMES = yaml.safe_load(Path(__file__).with_name("usual_names.yaml").read_text(encoding="utf-8"))
-_KINDS = {"label": "flag", "messages": "messages", "text": "text", "prompt_ids": "ids", "completion_ids": "ids",
-          "input_ids": "ids", "instruction": "text", "input": "text", "system": "text"}  # fmt: skip
+_KINDS = {
+    "label": "flag",
+    "messages": "messages",
+    "text": "text",
+    "prompt_ids": "ids",
+    "completion_ids": "ids",
+    "input_ids": "ids",
+    "instruction": "text",
+    "input": "text",
+    "system": "text",
+}
 _FORMS = (  # the ones that say more come first; `system` and `input` stand in columns that a format need not have
-    "system + prompt + chosen + rejected", "instruction + input + chosen + rejected", "prompt + chosen + rejected",
-    "chosen + rejected", "prompt + completion + label", "system + prompt + completion", "instruction + input + output",
-    "prompt + completion", "system + messages", "messages", "prompt_ids + completion_ids", "input_ids", "text",
+    "system + prompt + chosen + rejected",
+    "instruction + input + chosen + rejected",
+    "prompt + chosen + rejected",
+    "chosen + rejected",
+    "prompt + completion + label",
+    "system + prompt + completion",
+    "instruction + input + output",
+    "prompt + completion",
+    "system + messages",
+    "messages",
+    "prompt_ids + completion_ids",
+    "input_ids",
+    "text",
     "prompt",
-)  # fmt: skip
+)
 _KNOWN = {*_NAMES, *OPTIONAL, "labels", "chosen_ids", "rejected_ids", "completion_mask", "assistant_masks", "kto_tag"}
 _KNOWN -= {"asked"}
 _WORDS = {"test", "next"}
@@ -91,8 +110,9 @@ def picture_problem(rows: list[dict], aside: Collection[str]) -> str | None:
 
 def columns_line(columns: dict[str, str]) -> str:
     """`columns: {ours: theirs}` as a recipe has it."""
-    return yaml.safe_dump({"columns": columns}, sort_keys=False, allow_unicode=True, width=10_000,
-                          default_flow_style=None).strip()  # fmt: skip
+    return yaml.safe_dump(
+        {"columns": columns}, sort_keys=False, allow_unicode=True, width=10_000, default_flow_style=None
+    ).strip()
 
 
 def _plain(column: str) -> str:

@@ -223,9 +223,13 @@ def encode(samples: list[Sample], rows: list[int], tokenizer: PreTrainedTokenize
 
 
 def teachers_prompts(
-    raw: Sequence[Mapping], samples: Sequence[Sample], rows: list[int], tokenizer: PreTrainedTokenizerBase, plan: Plan,
+    raw: Sequence[Mapping],
+    samples: Sequence[Sample],
+    rows: list[int],
+    tokenizer: PreTrainedTokenizerBase,
+    plan: Plan,
     asked: TeacherPlan,
-) -> dict[str, list]:  # fmt: skip
+) -> dict[str, list]:
     """Columns for the teachers of raw samples, of which `raw` has the rows and `rows` their numbers."""
     teachers, prompts = [], []
     own = plan._replace(assistant_only=False)
@@ -268,9 +272,10 @@ def _text(sample: Sample, tokenizer: PreTrainedTokenizerBase, plan: Plan) -> Sam
         pairs = [template.split(sample.prompt, branch) for branch in sample.branches]
         chats = [chat.join_messages(sample.prompt, branch) for branch in sample.branches]
     unread = {
-        what for turns, (start, rest) in zip(chats, pairs, strict=True)
+        what
+        for turns, (start, rest) in zip(chats, pairs, strict=True)
         for what in template.find_unread(turns, start + rest)
-    }  # fmt: skip
+    }
     branches = [text for _, text in pairs] if sample.branches else []
     return sample._replace(prompt=pairs[0][0], branches=branches, unread=tuple(sorted(unread)))
 

@@ -15,11 +15,15 @@ from ..errors import InputError, named, nearest_path
 
 EXTENSIONS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 _INSTEAD = {
-    ".gz": "unpack it first (gunzip)", ".zst": "unpack it first (unzstd)", ".zip": "unpack it first (unzip)",
-    ".xz": "unpack it first (unxz)", ".bz2": "unpack it first (bunzip2)",
-    ".xlsx": "save it as .csv", ".txt": 'write one JSON object a line, such as {"text": ...}, into a .jsonl',
+    ".gz": "unpack it first (gunzip)",
+    ".zst": "unpack it first (unzstd)",
+    ".zip": "unpack it first (unzip)",
+    ".xz": "unpack it first (unxz)",
+    ".bz2": "unpack it first (bunzip2)",
+    ".xlsx": "save it as .csv",
+    ".txt": 'write one JSON object a line, such as {"text": ...}, into a .jsonl',
     ".ndjson": "name it .jsonl",
-}  # fmt: skip
+}
 
 
 def extension(path: Path) -> str:

@@ -79,8 +79,10 @@ def our_name(column: str, columns: Collection[str]) -> str:
 def renamed(rows: "AnyDataset", names: Mapping[str, str]) -> Any:
     """The rows of a data set with other names for columns, {old: new}; two may change places."""
     moved = {old: new for old, new in names.items() if old != new}
-    for step in ({old: f"{new} of {old}" for old, new in moved.items()},
-                 {f"{new} of {old}": new for old, new in moved.items()}):  # fmt: skip
+    for step in (
+        {old: f"{new} of {old}" for old, new in moved.items()},
+        {f"{new} of {old}": new for old, new in moved.items()},
+    ):
         rows = rows.rename_columns(step) if step else rows
     return rows
 

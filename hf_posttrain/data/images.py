@@ -73,8 +73,11 @@ def take_pictures(row: dict, form: str, folder: str | None = None) -> tuple[dict
         raise InputError(f"the text has {held} {PLACEHOLDER}, and {instead}: take it out, or give a column images")
     if places.count(None) != len(listed):
         problem = f"there are {places.count(None)} places without a picture of their own, and {len(listed)} pictures"
-        raise InputError(f"column {column!r}: {problem}: give as many as there are places" if column else
-                         f"{problem}: write a picture into each part, or give a column images")  # fmt: skip
+        raise InputError(
+            f"column {column!r}: {problem}: give as many as there are places"
+            if column
+            else f"{problem}: write a picture into each part, or give a column images"
+        )
     own = iter(listed)
     with error_context(f"column {column!r}" if column else "a picture"):
         return row, [stored(next(own) if value is None else value, folder) for value in places]

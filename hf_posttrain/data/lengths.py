@@ -160,8 +160,12 @@ def warn_if_too_long(rows: AnyDataset | None, config: PretrainedConfig, args: Tr
     if positions > 0 and (count := int((lengths > positions).sum())):
         logger.warning(
             "train: %d examples %s longer than the model's %d positions (max_position_embeddings), up to %d tokens: %s",
-            count, what, positions, lengths.max(), remedy,
-        )  # fmt: skip
+            count,
+            what,
+            positions,
+            lengths.max(),
+            remedy,
+        )
 
 
 def check_answered(rows: AnyDataset, tokenizer: PreTrainedTokenizerBase, why: str) -> None:

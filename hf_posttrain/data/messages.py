@@ -120,8 +120,9 @@ def with_reasoning(turns: Messages, wanted: str, key: str | None) -> Messages:
 
     Raises InputError for reasoning that is no text, and for two of one turn.
     """
-    return [_with_reasoning(turn, n, wanted, key) if turn["role"] == "assistant" else turn
-            for n, turn in enumerate(turns)]  # fmt: skip
+    return [
+        _with_reasoning(turn, n, wanted, key) if turn["role"] == "assistant" else turn for n, turn in enumerate(turns)
+    ]
 
 
 def _with_reasoning(turn: dict[str, Any], n: int, wanted: str, key: str | None) -> dict[str, Any]:

@@ -112,8 +112,11 @@ def prepare(
     if len(strange := np.unique(row[~lost & unknown])):
         noted.warning(
             "%s: %d rows hold the unknown token, for text outside the tokenizer's vocabulary (first rows %s): clean "
-            "them, or use another tokenizer", name, len(strange), ", ".join(map(str, strange[:5])),
-        )  # fmt: skip
+            "them, or use another tokenizer",
+            name,
+            len(strange),
+            ", ".join(map(str, strange[:5])),
+        )
     kept = mapped.select(np.flatnonzero(~lost)) if lost.any() else mapped
     return kept.select_columns(columns).add_column("index", np.arange(len(kept)))
 
@@ -167,8 +170,14 @@ def tokenised(
     with error_context(name):
         dataset, columns, form = _opened(dataset, method, config)
         # null in all rows is absent; in some it would train all tokens of these rows
-        masks = [column for column in ("labels", "completion_mask") if method.rows.masked and "_ids" in form
-                 and column in columns and (dataset.features or {}).get(column) != datasets.Value("null")]  # fmt: skip
+        masks = [
+            column
+            for column in ("labels", "completion_mask")
+            if method.rows.masked
+            and "_ids" in form
+            and column in columns
+            and (dataset.features or {}).get(column) != datasets.Value("null")
+        ]
         asked, sees = teacher_plan(config), read_by(tokenizer) is not None
         plan = plan_for(form, method, tokenizer, config, name)._replace(masks=tuple(masks), teacher=asked)
         if sees:
@@ -180,9 +189,12 @@ def tokenised(
     features = _features(method.rows, more=more)
     filled = filled_by_arrow(dataset)
     kwargs = {
-        "batched": True, "with_indices": True, "remove_columns": columns, "features": features,
+        "batched": True,
+        "with_indices": True,
+        "remove_columns": columns,
+        "features": features,
         "fn_kwargs": {"tokenizer": tokenizer, "plan": plan, "filled": filled},
-    }  # fmt: skip
+    }
     if not isinstance(dataset, datasets.Dataset):
         return dataset.map(tokenise, **kwargs)
     if mixed := [column for column in plan.form.split(" + ") if _is_mixed(dataset, column)]:
@@ -210,7 +222,11 @@ def _opened(dataset: AnyDataset, method: Reader, config: Any) -> tuple[Any, list
         form, label = detect(columns, method), (dataset.features or {}).get("label")
     except InputError as error:
         near = column_inference.suggest(list(islice(dataset, _FIRST)), [method])
-        here = f"here {column_inference.columns_line(near.columns)}" if near and not near.missing else column_inference.misspelt(columns)
+        here = (
+            f"here {column_inference.columns_line(near.columns)}"
+            if near and not near.missing
+            else column_inference.misspelt(columns)
+        )
         raise InputError("; ".join(filter(None, (str(error), here)))) from error
     if field != "text" and form != "text":
         raise InputError(f"dataset_text_field: {field!r} is not read, since the rows are {form}: leave it out")
@@ -264,7 +280,11 @@ def _refuse_lost_prompt(dataset: AnyDataset, columns: list[str], form: str, name
     prompt such a column is warned of."""
     aside = unread(columns, form)
     # where no name is suspicious no row is read, which a stream would have to read twice
-    problem = column_inference.prompt_problem(list(islice(dataset, _FIRST)), aside, form) if column_inference.asked(aside) else None
+    problem = (
+        column_inference.prompt_problem(list(islice(dataset, _FIRST)), aside, form)
+        if column_inference.asked(aside)
+        else None
+    )
     if problem and "prompt" not in form:
         raise InputError(problem)
     if problem:
@@ -381,12 +401,23 @@ def plan_for(form: str, method: Reader, tokenizer: PreTrainedTokenizerBase, conf
         max_length -= option("max_completion_length") or 0
     reader = read_by(tokenizer)
     return Plan(
-        method.name, method.rows, form, name, max_length, completion_only, assistant_only,
-        option("chat_template_kwargs"), as_chat, max(tokenizer.get_vocab().values()) + 1 if is_ids else None,
-        tokenizer.bos_token_id, last_turn=turns == "last", image_ids=tuple(reader.token_ids) if reader else (),
-        image_folder=option("image_folder"), reasoning=option("reasoning"),
+        method.name,
+        method.rows,
+        form,
+        name,
+        max_length,
+        completion_only,
+        assistant_only,
+        option("chat_template_kwargs"),
+        as_chat,
+        max(tokenizer.get_vocab().values()) + 1 if is_ids else None,
+        tokenizer.bos_token_id,
+        last_turn=turns == "last",
+        image_ids=tuple(reader.token_ids) if reader else (),
+        image_folder=option("image_folder"),
+        reasoning=option("reasoning"),
         asked=bool(option("keep_asked")),
-    )  # fmt: skip
+    )
 
 
 def tokenise(
@@ -431,17 +462,23 @@ def tokenise(
         branches = kept.branches or [[]]
         trained = sum(kept.mask) if kept.mask is not None else max(map(len, branches))
         compared = [[]] if plan.rows.sampled else whole.branches
-        examples.append({
-            "prompt_ids": kept.prompt, **dict(zip(plan.rows.answers, branches, strict=True)),
-            "completion_mask": kept.mask, "label": kept.label, "prompt_key": prompt_key(whole.prompt, whole.pictures),
-            "row": row, "state": state | cut & CUT | kind,
-            "unknown": unknown is not None and any(unknown in ids for ids in (kept.prompt, *branches)),
-            "unread": ", ".join(kept.unread),
-            "uncut": len(whole.prompt) + max(map(len, compared)),
-            "trained": 0 if plan.rows.sampled else trained,
-            "keys": [prompt_key([*whole.prompt, -1, *branch], whole.pictures) for branch in compared],
-            "images": list(kept.pictures),
-        })  # fmt: skip
+        examples.append(
+            {
+                "prompt_ids": kept.prompt,
+                **dict(zip(plan.rows.answers, branches, strict=True)),
+                "completion_mask": kept.mask,
+                "label": kept.label,
+                "prompt_key": prompt_key(whole.prompt, whole.pictures),
+                "row": row,
+                "state": state | cut & CUT | kind,
+                "unknown": unknown is not None and any(unknown in ids for ids in (kept.prompt, *branches)),
+                "unread": ", ".join(kept.unread),
+                "uncut": len(whole.prompt) + max(map(len, compared)),
+                "trained": 0 if plan.rows.sampled else trained,
+                "keys": [prompt_key([*whole.prompt, -1, *branch], whole.pictures) for branch in compared],
+                "images": list(kept.pictures),
+            }
+        )
     columns = (*plan.rows.columns, *FACTS, *(["images"] if reader else []))
     return {column: [example[column] for example in examples] for column in columns} | more
 

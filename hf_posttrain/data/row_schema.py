@@ -50,8 +50,12 @@ class Reader(Protocol):
     def rows(self) -> RowKind: ...
 
 
-_PAIRS = ("prompt + chosen + rejected", "instruction + chosen + rejected", "messages + chosen + rejected",
-          "chosen + rejected")  # fmt: skip
+_PAIRS = (
+    "prompt + chosen + rejected",
+    "instruction + chosen + rejected",
+    "messages + chosen + rejected",
+    "chosen + rejected",
+)
 SUPERVISED = RowKind(
     ("prompt_ids", "completion_ids", "completion_mask"),
     ("prompt_ids + completion_ids", "input_ids", "prompt + completion", "messages", "text", "instruction + output"),
@@ -60,9 +64,14 @@ SUPERVISED = RowKind(
 PREFERENCE = RowKind(("prompt_ids", "chosen_ids", "rejected_ids"), ("prompt_ids + chosen_ids + rejected_ids", *_PAIRS))
 UNPAIRED = RowKind(
     ("prompt_ids", "completion_ids", "label", "prompt_key"),
-    ("prompt_ids + completion_ids + label", "prompt + completion + label", "instruction + output + label",
-     "messages + label", *_PAIRS),
-)  # fmt: skip
+    (
+        "prompt_ids + completion_ids + label",
+        "prompt + completion + label",
+        "instruction + output + label",
+        "messages + label",
+        *_PAIRS,
+    ),
+)
 PROMPTS = RowKind(
     ("prompt_ids", "completion_ids"),
     ("prompt_ids", "prompt + completion", "messages", "instruction + output", "prompt"),

@@ -70,8 +70,9 @@ def _mixed(parts: list, sources: list, columns_read: Callable[[Any, str], list[s
     text = datasets.Value("string"), datasets.Value("large_string")
     for n, (part, source) in enumerate(zip(parts, sources, strict=True)):
         part = part.select_columns([c for c in columns if c in kept and c in part.column_names])
-        kinds = {c: text[0] if kind in text else JsonValue() if c in written else kind
-                 for c, kind in part.features.items()}  # fmt: skip
+        kinds = {
+            c: text[0] if kind in text else JsonValue() if c in written else kind for c, kind in part.features.items()
+        }
         part = part if kinds == part.features else part.cast(datasets.Features(kinds))
         parts[n] = part if streams else _times(part, source)
     try:
@@ -172,7 +173,9 @@ def _read(path: Path, source: Any) -> Any:
     if path.is_file():
         _refuse_split(split, "train", "it is one file")
         given = {"data_files": {"train": glob.escape(str(path))}}  # which may have brackets in its name
-        builder = datasets.load_dataset_builder("parquet", **given) if extension(path) == ".parquet" else RowFiles(**given)
+        builder = (
+            datasets.load_dataset_builder("parquet", **given) if extension(path) == ".parquet" else RowFiles(**given)
+        )
     else:
         builder = datasets.load_dataset_builder(str(path) if path.is_dir() else source.path, name=source.name)
     if path.is_dir():
@@ -196,8 +199,11 @@ def _refuse_passed_over(folder: Path, files: Mapping[Any, list[str]], split: str
     # `datasets` takes those of the commonest kind and, where a name says train or test, only such files
     picked = {(file.parent.resolve(), file.name) for file in map(Path, chain(*files.values()))}
     there = (file.relative_to(folder) for file in folder.rglob("*") if extension(file) in EXTENSIONS)
-    there = (file for file in there if not any(part.startswith((".", "__")) for part in file.parts)
-             and file.name not in _ABOUT)  # fmt: skip
+    there = (
+        file
+        for file in there
+        if not any(part.startswith((".", "__")) for part in file.parts) and file.name not in _ABOUT
+    )
     if left := [str(file) for file in there if ((folder / file).parent.resolve(), file.name) not in picked]:
         raise InputError(
             f"{named(sorted(left))} would not be read: a folder has files of one kind, "

@@ -8,8 +8,18 @@ GENERATION = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")
 """A tag around what assistants wrote, or its end: one that only transformers knows."""
 
 
-_GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "raise_exception",
-          "strftime_now", "namespace", "range", "dict"}  # fmt: skip
+_GIVEN = {
+    "messages",
+    "tools",
+    "documents",
+    "add_generation_prompt",
+    "continue_final_message",
+    "raise_exception",
+    "strftime_now",
+    "namespace",
+    "range",
+    "dict",
+}
 
 
 def parsed(template: str) -> Any:

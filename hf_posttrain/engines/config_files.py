@@ -19,11 +19,34 @@ _PREFIXES = {"fsdp_config": "fsdp_", "fp8_config": "fp8_", "dynamo_config": "dyn
 """Section -> the prefix that Accelerate adds to a key that lacks it."""
 
 _DEEPSPEED = {
-    "activation_checkpointing", "aio", "amp", "autotuning", "comet", "comms_logger", "compile", "compression_training",
-    "csv_monitor", "curriculum_learning", "data_efficiency", "eigenvalue", "elasticity", "flops_profiler",
-    "hybrid_engine", "nebula", "pipeline", "progressive_layer_drop", "seed", "sequence_parallel_size",
-    "sparse_attention", "sparse_gradients", "tensor_parallel", "tensorboard", "timers", "wandb", "zero_optimization",
-}  # fmt: skip
+    "activation_checkpointing",
+    "aio",
+    "amp",
+    "autotuning",
+    "comet",
+    "comms_logger",
+    "compile",
+    "compression_training",
+    "csv_monitor",
+    "curriculum_learning",
+    "data_efficiency",
+    "eigenvalue",
+    "elasticity",
+    "flops_profiler",
+    "hybrid_engine",
+    "nebula",
+    "pipeline",
+    "progressive_layer_drop",
+    "seed",
+    "sequence_parallel_size",
+    "sparse_attention",
+    "sparse_gradients",
+    "tensor_parallel",
+    "tensorboard",
+    "timers",
+    "wandb",
+    "zero_optimization",
+}
 """Keys at the top of a DeepSpeed config that its module of constants does not have."""
 
 

@@ -42,13 +42,16 @@ def settle(args: Any) -> ParallelismConfig | None:
     if config.cp_size > 1:
         raise InputError("parallelism_config: cp_size does not work here, use sp_size to cut long rows")
     parts, stage = config.sp_size, args.deepspeed_plugin.zero_stage if args.deepspeed_plugin else 0
-    _refuse(f"sequence parallelism (parallelism_config.sp_size={parts})", [
-        (not args.method.sequence_parallel, f"is not there for method {args.method.name}"),
-        (stage not in (2, 3), "needs DeepSpeed with ZeRO stage 2 or 3"),
-        (args.world_size % parts, f"needs a number of processes that it divides, not {args.world_size}"),
-        (args.layout not in ("auto", "padded"), f"needs one document a row: layout: padded, not {args.layout}"),
-        (not args.average_tokens_across_devices, "counts over all ranks: set average_tokens_across_devices: true"),
-    ])  # fmt: skip
+    _refuse(
+        f"sequence parallelism (parallelism_config.sp_size={parts})",
+        [
+            (not args.method.sequence_parallel, f"is not there for method {args.method.name}"),
+            (stage not in (2, 3), "needs DeepSpeed with ZeRO stage 2 or 3"),
+            (args.world_size % parts, f"needs a number of processes that it divides, not {args.world_size}"),
+            (args.layout not in ("auto", "padded"), f"needs one document a row: layout: padded, not {args.layout}"),
+            (not args.average_tokens_across_devices, "counts over all ranks: set average_tokens_across_devices: true"),
+        ],
+    )
     check_features(option_features(args) | {Feature.SEQUENCE_PARALLEL: "parallelism_config"})
     # processes that no size speaks of are data parallel
     return config if config.data_parallel_size > 1 else replace(config, dp_shard_size=args.world_size // parts)
@@ -73,14 +76,17 @@ def check_model(model: PreTrainedModel, router_coef: float, args: TrainingArgume
     windows = ["sliding_attention"] if getattr(config, "sliding_window", None) else []
     kinds = set(getattr(config, "layer_types", None) or windows) - {"full_attention"}
     kinds -= {"sliding_attention"} if "flash" in attention else set()
-    _refuse(f"{type(model).__name__}: sequence parallelism (sp_size={parts})", [
-        ("flash" not in attention and attention != "sdpa", f"needs sdpa or flash_attention_2, not {attention}"),
-        (kinds, f"cannot cut layers that are {', '.join(sorted(kinds))} with {attention}"),
-        (not pairs, "does not know its attention: the config has no num_key_value_heads"),
-        (heads % parts or (pairs % parts and parts % pairs), f"cannot share out {heads} heads and {pairs} of keys"),
-        (rope_switch(model), "would give each part of a row its own rotary frequencies (LongRoPE or dynamic NTK)"),
-        (router_coef, "would cut the rows that the router's loss is taken of: set router_aux_loss_coef: 0"),
-    ])  # fmt: skip
+    _refuse(
+        f"{type(model).__name__}: sequence parallelism (sp_size={parts})",
+        [
+            ("flash" not in attention and attention != "sdpa", f"needs sdpa or flash_attention_2, not {attention}"),
+            (kinds, f"cannot cut layers that are {', '.join(sorted(kinds))} with {attention}"),
+            (not pairs, "does not know its attention: the config has no num_key_value_heads"),
+            (heads % parts or (pairs % parts and parts % pairs), f"cannot share out {heads} heads and {pairs} of keys"),
+            (rope_switch(model), "would give each part of a row its own rotary frequencies (LongRoPE or dynamic NTK)"),
+            (router_coef, "would cut the rows that the router's loss is taken of: set router_aux_loss_coef: 0"),
+        ],
+    )
     if model.base_model is not model and forward.sees(model):
         raise InputError(f"{conflict(Feature.SEQUENCE_PARALLEL, Feature.IMAGES)}. Load it as a text model")
     parallel.sp_handler.sp_attn_implementation = attention

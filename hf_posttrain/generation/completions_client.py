@@ -25,16 +25,25 @@ OPEN = 256
 QUIET = 10.0
 """Seconds between two lines about lost connections: each of many requests has its own."""
 PATIENCE = urllib3.Retry(
-    total=8, read=1, backoff_factor=0.5, backoff_max=30, status_forcelist=(429, 502, 503, 504),
-    allowed_methods=None, raise_on_status=False,
-)  # fmt: skip
+    total=8,
+    read=1,
+    backoff_factor=0.5,
+    backoff_max=30,
+    status_forcelist=(429, 502, 503, 504),
+    allowed_methods=None,
+    raise_on_status=False,
+)
 """Of a server that has answered before: a minute and a half for one that is not there, which may be starting again."""
 TIMEOUT = urllib3.Timeout(connect=10, read=1800)
 """Seconds; a rollout waits for those before it."""
 PLAIN = {
-    "top_p": 1.0, "top_k": 0, "min_p": 0.0,
-    "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0,
-}  # fmt: skip
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+}
 """Sampling from the model's own distribution, whatever its generation config says."""
 LATE = 408
 """What HTTP calls a request that timed out."""

@@ -51,9 +51,13 @@ def find_grader(name: str) -> Grader:
 
 
 def grade(
-    grader: Grader, name: str, prompts: list[str], completions: list[str], references: list[str | None],
+    grader: Grader,
+    name: str,
+    prompts: list[str],
+    completions: list[str],
+    references: list[str | None],
     abstain: bool = False,
-) -> list[Any]:  # fmt: skip
+) -> list[Any]:
     """What the function says of each completion. Raises InputError where that is other than a finite number for each.
     name: for the message. abstain: None is allowed too."""
     try:

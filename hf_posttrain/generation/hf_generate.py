@@ -12,17 +12,34 @@ logger = logging.getLogger(__name__)
 BROKEN = "the model's logits are NaN or infinite: nothing can be drawn from them"
 # options that change the distribution, with the value that does not
 _ALTERING = {
-    "repetition_penalty": 1.0, "encoder_repetition_penalty": 1.0, "min_p": None, "typical_p": 1.0, "top_h": None,
-    "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "no_repeat_ngram_size": 0, "bad_words_ids": None, "suppress_tokens": None,
-    "begin_suppress_tokens": None, "sequence_bias": None, "min_length": 0, "min_new_tokens": None,
+    "repetition_penalty": 1.0,
+    "encoder_repetition_penalty": 1.0,
+    "min_p": None,
+    "typical_p": 1.0,
+    "top_h": None,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "no_repeat_ngram_size": 0,
+    "bad_words_ids": None,
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+    "sequence_bias": None,
+    "min_length": 0,
+    "min_new_tokens": None,
     "guidance_scale": None,
-}  # fmt: skip
+}
 
 
 def generate(
-    model: Any, ids: Tensor, mask: Tensor, max_new_tokens: int, terminal_ids: list[int], pad_id: int, sampler: Any,
+    model: Any,
+    ids: Tensor,
+    mask: Tensor,
+    max_new_tokens: int,
+    terminal_ids: list[int],
+    pad_id: int,
+    sampler: Any,
     more: dict[str, Any] | None = None,
-) -> list[list[int]]:  # fmt: skip
+) -> list[list[int]]:
     """Completions of left-padded prompts, ids and mask [n, L]: each may be followed by padding.
 
     model: with its adapter. sampler: a Sampler. more: arguments of its own `generate`, such as those for pictures or a

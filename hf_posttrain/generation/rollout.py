@@ -107,9 +107,15 @@ def growing_cache(model: PreTrainedModel) -> DynamicCache:
 
 
 def answer(
-    model: nn.Module, way: str, prompts: Sequence[Sequence[int]], max_new_tokens: int, terminal_ids: list[int],
-    pad_id: int, sampler: TokenSampler, see: Any = None,
-) -> list[list[int]]:  # fmt: skip
+    model: nn.Module,
+    way: str,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    terminal_ids: list[int],
+    pad_id: int,
+    sampler: TokenSampler,
+    see: Any = None,
+) -> list[list[int]]:
     """`generate` for one batch, in a way of `choose_way`."""
     shown = ((prompt, getattr(prompt, "pictures", ())) for prompt in prompts)
     pictures = [one for prompt, pictures in shown if pictures for one in see.reader.shown_in(prompt, pictures)]

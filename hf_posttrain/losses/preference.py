@@ -141,7 +141,18 @@ def _log_odds(mean_logps: Tensor) -> Tensor:
 
 
 PAIRED: dict[str, Callable[[Pairs, PairedOptions], Tensor]] = {
-    "sigmoid": sigmoid, "ipo": ipo, "ipo_sum": ipo_sum, "hinge": hinge, "robust": robust, "exo_pair": exo_pair,
-    "nca_pair": nca_pair, "bco_pair": bco_pair, "sppo_hard": sppo_hard, "apo_zero": apo_zero, "apo_down": apo_down,
-    "sft": sft, "simpo": simpo, "orpo": orpo,
-}  # fmt: skip
+    "sigmoid": sigmoid,
+    "ipo": ipo,
+    "ipo_sum": ipo_sum,
+    "hinge": hinge,
+    "robust": robust,
+    "exo_pair": exo_pair,
+    "nca_pair": nca_pair,
+    "bco_pair": bco_pair,
+    "sppo_hard": sppo_hard,
+    "apo_zero": apo_zero,
+    "apo_down": apo_down,
+    "sft": sft,
+    "simpo": simpo,
+    "orpo": orpo,
+}

@@ -79,8 +79,12 @@ def sign(tokens: Tokens) -> Tensor:
 
 
 TOKEN_WEIGHTS: dict[str, Callable[..., Tensor]] = {
-    "cumulative": cumulative, "top_share": top_share, "extremes": extremes, "bounded": bounded, "sign": sign,
-}  # fmt: skip
+    "cumulative": cumulative,
+    "top_share": top_share,
+    "extremes": extremes,
+    "bounded": bounded,
+    "sign": sign,
+}
 
 
 def weigh(tokens: Tokens, name: str, options: Mapping[str, float]) -> Tensor:

@@ -36,5 +36,7 @@ def bco(log_ratio: Tensor, label: Tensor, shift: Tensor, beta: float) -> Tensor:
 
 
 UNPAIRED: dict[str, Callable[[Tensor, Tensor, Tensor, float], Tensor]] = {
-    "kto": kto, "apo_zero_unpaired": apo_zero_unpaired, "bco": bco,
-}  # fmt: skip
+    "kto": kto,
+    "apo_zero_unpaired": apo_zero_unpaired,
+    "bco": bco,
+}

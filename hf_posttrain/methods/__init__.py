@@ -19,65 +19,98 @@ from . import rules
 
 _PREFERENCE_SYMPTOMS = {
     "no_learning": "Raise train.learning_rate (model.lora wants ten times that of full training), and leave model.dtype"
-                   " at default: weights that are trained in bf16 hardly move",
+    " at default: weights that are trained in bf16 hardly move",
     "label_leak": "Look in data.train for what gives the label away: lengths, templates, missing ends, one model for"
-                  " all good answers and another for all bad ones",
-}  # fmt: skip
+    " all good answers and another for all bad ones",
+}
 
 _ROWS = (
     Method(
-        "sft", "supervised fine-tuning", SUPERVISED, "tokens",
+        "sft",
+        "supervised fine-tuning",
+        SUPERVISED,
+        "tokens",
         key_metrics={"mean_token_accuracy": "accuracy"},
         rules=(rules.sft,),
         sequence_parallel=True,
     ),
     Method(
-        "dpo", "direct preference optimisation", PREFERENCE, "examples", second="reference",
+        "dpo",
+        "direct preference optimisation",
+        PREFERENCE,
+        "examples",
+        second="reference",
         key_metrics={"rewards/accuracies": "accuracy", "rewards/margins": "margin"},
         paper=Paper(
-            "rafailov2023direct", "2305.18290", 2023,
+            "rafailov2023direct",
+            "2305.18290",
+            2023,
             "Direct Preference Optimization: Your Language Model is Secretly a Reward Model",
             "Rafael Rafailov and Archit Sharma and Eric Mitchell and Stefano Ermon and Christopher D. Manning"
             " and Chelsea Finn",
         ),
         loss_papers={
-            "ipo": "azar2023general", "ipo_sum": "azar2023general", "hinge": "zhao2023slic",
-            "robust": "chowdhury2024provably", "exo_pair": "ji2024towards", "nca_pair": "chen2024noise",
-            "bco_pair": "jung2024binary", "sppo_hard": "wu2024selfplay", "apo_zero": "doosterlinck2024anchored",
-            "apo_down": "doosterlinck2024anchored", "simpo": "meng2024simpo", "orpo": "hong2024orpo",
+            "ipo": "azar2023general",
+            "ipo_sum": "azar2023general",
+            "hinge": "zhao2023slic",
+            "robust": "chowdhury2024provably",
+            "exo_pair": "ji2024towards",
+            "nca_pair": "chen2024noise",
+            "bco_pair": "jung2024binary",
+            "sppo_hard": "wu2024selfplay",
+            "apo_zero": "doosterlinck2024anchored",
+            "apo_down": "doosterlinck2024anchored",
+            "simpo": "meng2024simpo",
+            "orpo": "hong2024orpo",
         },
         limits={
-            "label_smoothing": BELOW_ONE, "beta": POSITIVE, "nll_coef": COEFFICIENT, "simpo_gamma": COEFFICIENT,
+            "label_smoothing": BELOW_ONE,
+            "beta": POSITIVE,
+            "nll_coef": COEFFICIENT,
+            "simpo_gamma": COEFFICIENT,
             "precompute_ref_batch_size": COUNT,
         },
         rules=(rules.dpo_losses, rules.dpo_smoothing),
-        symptoms=_PREFERENCE_SYMPTOMS | {
+        symptoms=_PREFERENCE_SYMPTOMS
+        | {
             "chosen_falling": "Set train.nll_coef (0.1 to 5), which holds them up, and lower train.learning_rate",
         },
     ),
     Method(
-        "kto", "Kahneman-Tversky optimisation", UNPAIRED, "examples", second="reference",
+        "kto",
+        "Kahneman-Tversky optimisation",
+        UNPAIRED,
+        "examples",
+        second="reference",
         key_metrics={"rewards/margins": "margin", "kl": "KL"},
         paper=Paper(
-            "ethayarajh2024kto", "2402.01306", 2024,
+            "ethayarajh2024kto",
+            "2402.01306",
+            2024,
             "KTO: Model Alignment as Prospect Theoretic Optimization",
             "Kawin Ethayarajh and Winnie Xu and Niklas Muennighoff and Dan Jurafsky and Douwe Kiela",
         ),
         loss_papers={"bco": "jung2024binary", "apo_zero_unpaired": "doosterlinck2024anchored"},
         limits={"beta": POSITIVE, "precompute_ref_batch_size": COUNT},
         rules=(rules.kto,),
-        symptoms=_PREFERENCE_SYMPTOMS | {
+        symptoms=_PREFERENCE_SYMPTOMS
+        | {
             "chosen_falling": "Lower train.undesirable_weight, which pushes all answers down, and train.learning_rate",
             "kl_zero": "Raise train.gradient_accumulation_steps or train.per_device_train_batch_size (it is a mean over"
-                       " an optimizer step), lower train.undesirable_weight, or set"
-                       " train.loss_type=apo_zero_unpaired, which needs no KL",
+            " an optimizer step), lower train.undesirable_weight, or set"
+            " train.loss_type=apo_zero_unpaired, which needs no KL",
         },
     ),
     Method(
-        "cpo", "contrastive preference optimisation", PREFERENCE, "examples",
+        "cpo",
+        "contrastive preference optimisation",
+        PREFERENCE,
+        "examples",
         key_metrics={"rewards/accuracies": "accuracy", "rewards/margins": "margin"},
         paper=Paper(
-            "xu2024contrastive", "2401.08417", 2024,
+            "xu2024contrastive",
+            "2401.08417",
+            2024,
             "Contrastive Preference Optimization: Pushing the Boundaries of LLM Performance in Machine Translation",
             "Haoran Xu and Amr Sharaf and Yunmo Chen and Weiting Tan and Lingfeng Shen and Benjamin Van Durme"
             " and Kenton Murray and Young Jin Kim",
@@ -86,10 +119,16 @@ _ROWS = (
         symptoms={"label_leak": _PREFERENCE_SYMPTOMS["label_leak"]},
     ),
     Method(
-        "kd", "knowledge distillation", SUPERVISED, "tokens", second="teacher",
+        "kd",
+        "knowledge distillation",
+        SUPERVISED,
+        "tokens",
+        second="teacher",
         key_metrics={"distill/divergence": "divergence"},
         paper=Paper(
-            "hinton2015distilling", "1503.02531", 2015,
+            "hinton2015distilling",
+            "1503.02531",
+            2015,
             "Distilling the Knowledge in a Neural Network",
             "Geoffrey Hinton and Oriol Vinyals and Jeff Dean",
         ),
@@ -98,35 +137,46 @@ _ROWS = (
         rules=(rules.kd, rules.taught),
     ),
     Method(
-        "opd", "on-policy distillation", PROMPTS, "tokens", second="teacher",
+        "opd",
+        "on-policy distillation",
+        PROMPTS,
+        "tokens",
+        second="teacher",
         key_metrics={"distill/reverse_kl": "reverse KL", "generation/length": "length"},
         paper=Paper(
-            "agarwal2023onpolicy", "2306.13649", 2023,
+            "agarwal2023onpolicy",
+            "2306.13649",
+            2023,
             "On-Policy Distillation of Language Models: Learning from Self-Generated Mistakes",
             "Rishabh Agarwal and Nino Vieillard and Yongchao Zhou and Piotr Stanczyk and Sabela Ramos"
             " and Matthieu Geist and Olivier Bachem",
         ),
         loss_papers={"policy_gradient": "gu2023minillm"},
         limits={
-            "lmbda": SHARE, "temperature": POSITIVE, "max_completion_length": COUNT,
+            "lmbda": SHARE,
+            "temperature": POSITIVE,
+            "max_completion_length": COUNT,
             "num_generations": COUNT,
         },
         groups={
-            "teacher": TEACHER, "rollouts": ROLLOUTS, "sampler": SAMPLERS, "reward": REWARD,
+            "teacher": TEACHER,
+            "rollouts": ROLLOUTS,
+            "sampler": SAMPLERS,
+            "reward": REWARD,
             "token_weights": TOKEN_WEIGHTS,
         },
         rules=(rules.opd, rules.opd_tokens, rules.opd_reward, sampler_problems, rules.taught),
         symptoms={
             "clipped_rollouts": "Raise train.max_completion_length (and train.max_length with it), or teach the student"
-                                " by SFT on finished answers to end its own",
+            " by SFT on finished answers to end its own",
             "empty_rollouts": "Look at how prompts end (in a turn end, or without the opening of an answer:"
-                              " train.apply_chat_template, model.chat_template); if it began in mid-run, lower"
-                              " train.learning_rate",
+            " train.apply_chat_template, model.chat_template); if it began in mid-run, lower"
+            " train.learning_rate",
             "no_eos": "Train the student by SFT first, or give it the chat template that its answers end by"
-                      " (train.apply_chat_template, model.chat_template)",
+            " (train.apply_chat_template, model.chat_template)",
         },
     ),
-)  # fmt: skip
+)
 METHODS: dict[str, Method] = {method.name: method for method in _ROWS}  # name in a recipe -> row of the table
 
 

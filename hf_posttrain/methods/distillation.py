@@ -28,8 +28,11 @@ class DistillationConfig(PostTrainConfig):
     """Options of methods with a teacher."""
 
     of_python: ClassVar = (
-        *PostTrainConfig.of_python, "teacher_model_name_or_path", "teacher_model_revision", "teacher_model_init_kwargs",
-    )  # fmt: skip
+        *PostTrainConfig.of_python,
+        "teacher_model_name_or_path",
+        "teacher_model_revision",
+        "teacher_model_init_kwargs",
+    )
     """Fields that are no keys of a recipe."""
     merges_eos: ClassVar[bool] = False
     """Default of the option `merge_eos` of `teacher`."""
@@ -177,7 +180,6 @@ class DistillationTrainer(PostTrainer):
         weights = None if isinstance(signal, Chunked) else weights
         scores = self.score(model, batch, tile, weights)
         return objective.complete(scores, signal), signal
-
 
     def teacher_metrics(
         self,

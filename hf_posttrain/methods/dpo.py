@@ -111,7 +111,11 @@ class DPOTrainer(PostTrainer):
 def pair_metrics(chosen: Tensor, rejected: Tensor, logps: Tensor) -> dict[str, tuple[Tensor, None]]:
     """What every method on pairs logs: rewards [B] of both answers, and their log-probabilities [B, 2]."""
     metrics = {
-        "rewards/chosen": chosen, "rewards/rejected": rejected, "rewards/margins": chosen - rejected,
-        "rewards/accuracies": (chosen > rejected).float(), "logps/chosen": logps[:, 0], "logps/rejected": logps[:, 1],
-    }  # fmt: skip
+        "rewards/chosen": chosen,
+        "rewards/rejected": rejected,
+        "rewards/margins": chosen - rejected,
+        "rewards/accuracies": (chosen > rejected).float(),
+        "logps/chosen": logps[:, 0],
+        "logps/rejected": logps[:, 1],
+    }
     return {name: (values, None) for name, values in metrics.items()}

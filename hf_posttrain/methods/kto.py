@@ -252,11 +252,13 @@ class KTOTrainer(PostTrainer):
         desirable, undesirable = weights * label, weights * ~label
         rewards = self.args.beta * log_ratio.detach()
         metrics: dict[str, tuple[Tensor, Tensor | None]] = {
-            "rewards/chosen": (rewards, desirable), "rewards/rejected": (rewards, undesirable),
+            "rewards/chosen": (rewards, desirable),
+            "rewards/rejected": (rewards, undesirable),
             "rewards/accuracies": (torch.where(label, rewards > 0, rewards < 0).float(), weights),
-            "logps/chosen": (logps, desirable), "logps/rejected": (logps, undesirable),
+            "logps/chosen": (logps, desirable),
+            "logps/rejected": (logps, undesirable),
             "logps/chosen_change": (log_ratio, desirable),
-        }  # fmt: skip
+        }
         if self.args.loss_type == "kto":
             metrics |= {"kl": (shift, share), "kl_clamped": ((shift < 0).float(), share)}
         if self.args.loss_type == "bco":

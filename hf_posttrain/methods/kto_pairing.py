@@ -32,8 +32,13 @@ def find_partners(rows: datasets.Dataset, seed: int, name: str = "train") -> np.
     partner[order] = np.roll(order, -int(sizes.max()))
     clash = group[partner] == group
     if clash.any():
-        logger.warning("%s: one prompt holds %d of %d rows; %d of them are paired with a random row of another prompt",
-                       name, sizes.max(), len(rows), clash.sum())  # fmt: skip
+        logger.warning(
+            "%s: one prompt holds %d of %d rows; %d of them are paired with a random row of another prompt",
+            name,
+            sizes.max(),
+            len(rows),
+            clash.sum(),
+        )
         others = np.flatnonzero(group != sizes.argmax())
         partner[clash] = random.choice(others, clash.sum())
     return partner

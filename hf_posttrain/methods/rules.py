@@ -17,9 +17,21 @@ from ..trainer.limits import LARGEST, Problem
 from ..trainer.rules import one_of
 
 PAIRED = (
-    "sigmoid", "ipo", "ipo_sum", "hinge", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard", "apo_zero",
-    "apo_down", "sft", "simpo", "orpo",
-)  # fmt: skip
+    "sigmoid",
+    "ipo",
+    "ipo_sum",
+    "hinge",
+    "robust",
+    "exo_pair",
+    "nca_pair",
+    "bco_pair",
+    "sppo_hard",
+    "apo_zero",
+    "apo_down",
+    "sft",
+    "simpo",
+    "orpo",
+)
 REFERENCE_FREE = {"sft", "simpo", "orpo"}
 LABEL_SMOOTHED = ("exo_pair", "robust", "sigmoid")
 UNPAIRED = ("kto", "apo_zero_unpaired", "bco")

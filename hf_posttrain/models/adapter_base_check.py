@@ -33,8 +33,10 @@ def warn_if_base_changed(model: nn.Module) -> None:
         if folder and (what := _changed_option(inner, folder) or _changed_weight(inner, folder, bool(adapters))):
             logger.warning(
                 "the base was changed after loading (%s is not that of %s, which the adapter will name): whoever loads"
-                " the adapter gets another model. Save the base as it is now, and load it from there", what, folder,
-            )  # fmt: skip
+                " the adapter gets another model. Save the base as it is now, and load it from there",
+                what,
+                folder,
+            )
 
 
 def _folder(config: PreTrainedConfig, revision: str | None) -> Path | None:
@@ -59,8 +61,11 @@ def _changed_weight(inner: Any, folder: Path, adapted: bool) -> str | None:
     """The first weight that differs from the files, of those that these have by the same name: by its first row, and by
     all of the embedding and the head, where single tokens may have been changed."""
     # what is trained besides an adapter is saved with it
-    weights = {name.replace(".base_layer.", "."): weight for name, weight in inner.named_parameters()
-               if not (adapted and weight.requires_grad)}  # fmt: skip
+    weights = {
+        name.replace(".base_layer.", "."): weight
+        for name, weight in inner.named_parameters()
+        if not (adapted and weight.requires_grad)
+    }
     ends = (inner.get_input_embeddings(), inner.get_output_embeddings())
     whole = {id(getattr(end, "weight", None)) for end in ends}
     index = folder / "model.safetensors.index.json"

@@ -137,8 +137,11 @@ def _unchanged_on_error(model: Any) -> Iterator[None]:
     try:
         yield
     except Exception:
-        wrappers = [(name, layer) for name, layer in model.named_modules()
-                    if isinstance(layer, BaseTunerLayer | AuxiliaryTrainingWrapper)]  # fmt: skip
+        wrappers = [
+            (name, layer)
+            for name, layer in model.named_modules()
+            if isinstance(layer, BaseTunerLayer | AuxiliaryTrainingWrapper)
+        ]
         for name, layer in reversed(wrappers):  # of several around one layer, the outer one comes first
             own = layer.get_base_layer() if isinstance(layer, BaseTunerLayer) else layer.original_module
             model.set_submodule(name, own)
@@ -224,8 +227,11 @@ def _joined(theirs: Any, ours: list[str]) -> Any:
 def _left_out_of_all_linear(config: PreTrainedConfig, linear: dict[str, Any]) -> list[str]:
     """Names of layers that all-linear leaves out: routers that are linear by class and return several tensors, and what
     PEFT refuses in models of Mamba's kind, whose kernels read the weight itself."""
-    own = {name.rpartition(".")[2]: kind for name, kind in linear.items()
-           if kind.__module__.startswith("transformers.models.")}  # fmt: skip
+    own = {
+        name.rpartition(".")[2]: kind
+        for name, kind in linear.items()
+        if kind.__module__.startswith("transformers.models.")
+    }
     found = {name for name, kind in own.items() if kind.forward is not nn.Linear.forward and name not in _PLAIN}
     if getattr(config, "model_type", "") in _OF_MAMBA:
         found |= {"out_proj"} & {name.rpartition(".")[2] for name in linear}

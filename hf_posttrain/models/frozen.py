@@ -132,5 +132,8 @@ class Reference:
                 "before the first step the policy differs from its reference by %.2g in log-probability per token, in "
                 "%d of %d rows, prepared row %d first: is dropout or NEFTune's noise on, does the adapter's "
                 "initialisation change the base, or did another model score these rows?",
-                gap.max(), len(away), len(rows), away[0],
-            )  # fmt: skip
+                gap.max(),
+                len(away),
+                len(rows),
+                away[0],
+            )

@@ -239,10 +239,13 @@ def load_model(
             kwargs.setdefault("use_safetensors", None if section.trust_remote_code else True)
             if section.quantization != "none":
                 kwargs["quantization_config"] = transformers.BitsAndBytesConfig(
-                    load_in_4bit=section.quantization == "4bit", load_in_8bit=section.quantization == "8bit",
-                    bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
-                    bnb_4bit_compute_dtype=kwargs["dtype"], bnb_4bit_quant_storage=storage,
-                )  # fmt: skip
+                    load_in_4bit=section.quantization == "4bit",
+                    load_in_8bit=section.quantization == "8bit",
+                    bnb_4bit_quant_type="nf4",
+                    bnb_4bit_use_double_quant=True,
+                    bnb_4bit_compute_dtype=kwargs["dtype"],
+                    bnb_4bit_quant_storage=storage,
+                )
                 # on GPU such weights must be placed while they are loaded
                 kwargs |= {} if device.type == "cpu" else {"device_map": {"": device}}
             # gpt-oss: transformers trains no such weights, and computes with them where kernels are there
@@ -345,16 +348,29 @@ _DONE_ANYWAY = ("low_cpu_mem_usage", "_fast_init")
 _PASS_BOTH = "config and tokenizer would be read without it: load model and tokenizer with it and pass both"
 _UNREAD = "transformers does not read it any more: leave it out"
 _NOT_TAKEN = {
-    "subfolder": _PASS_BOTH, "config": "pass the fields that differ, or the loaded model",
-    "output_loading_info": "a trainer takes the model alone: leave it out", "state_dict": "pass the loaded model",
+    "subfolder": _PASS_BOTH,
+    "config": "pass the fields that differ, or the loaded model",
+    "output_loading_info": "a trainer takes the model alone: leave it out",
+    "state_dict": "pass the loaded model",
     "load_in_4bit": "pass quantization_config=BitsAndBytesConfig(load_in_4bit=True)",
     "load_in_8bit": "pass quantization_config=BitsAndBytesConfig(load_in_8bit=True)",
     "use_flash_attention_2": "pass attn_implementation='flash_attention_2'",
     **dict.fromkeys(("mirror", "from_tf", "from_flax", "offload_state_dict", "use_auth_token"), _UNREAD),
-}  # fmt: skip
+}
 """Options of `model_init_kwargs` that would be ignored or read in part only, and what to do instead."""
-_OF_LOADER = ("dtype", "device_map", "quantization_config", "attn_implementation", "experts_implementation",
-              "max_memory", "variant", "trust_remote_code", "tp_plan", "key_mapping", "use_kernels")  # fmt: skip
+_OF_LOADER = (
+    "dtype",
+    "device_map",
+    "quantization_config",
+    "attn_implementation",
+    "experts_implementation",
+    "max_memory",
+    "variant",
+    "trust_remote_code",
+    "tp_plan",
+    "key_mapping",
+    "use_kernels",
+)
 """Options that `from_pretrained` takes and does not name in its signature."""
 
 

@@ -23,9 +23,16 @@ logger = logging.getLogger(__name__)
 KEPT = 32  # micro-batches that are kept until their losses are read: at each log, or when there are so many
 # what is kept of a batch, not copied: some 32 bytes a token, where the rest would be ten times that
 OF_BATCH = (
-    "index", "row_weights", "label", "ref_logps", "shift",
-    "input_ids", "position_ids", "shift_labels", "router_weights",
-)  # fmt: skip
+    "index",
+    "row_weights",
+    "label",
+    "ref_logps",
+    "shift",
+    "input_ids",
+    "position_ids",
+    "shift_labels",
+    "router_weights",
+)
 
 
 class RecordedMicroBatch(NamedTuple):
@@ -67,7 +74,9 @@ class AnomalyMonitor(TrainerCallback):
     def note(self, loss: Tensor, step: int, batch: MicroBatch) -> None:
         """Remember the loss (a scalar) of a micro-batch; every KEPT of them the device is waited for."""
         if self.broken is None:
-            self.pending.append(RecordedMicroBatch(step, loss.detach(), {name: batch[name] for name in OF_BATCH if name in batch}))
+            self.pending.append(
+                RecordedMicroBatch(step, loss.detach(), {name: batch[name] for name in OF_BATCH if name in batch})
+            )
         if len(self.pending) >= KEPT:
             self._read_losses()
 
@@ -135,8 +144,10 @@ class AnomalyMonitor(TrainerCallback):
         kept = ", ".join(str(file) for rank, file in files.items() if rank not in problems)
         where = [f"its batch is in {kept} (rows, text, tensors)"] if kept else []
         where += [f"{files[rank]} could not be written ({said})" for rank, said in problems.items()]
-        return {"nan": f"the loss was not finite at step {step}; {'; '.join(where)}. If its batch looks sound, the "
-                "step before broke the weights: lower train.learning_rate, or set train.max_grad_norm."}  # fmt: skip
+        return {
+            "nan": f"the loss was not finite at step {step}; {'; '.join(where)}. If its batch looks sound, the "
+            "step before broke the weights: lower train.learning_rate, or set train.max_grad_norm."
+        }
 
     def _save(self, path: Path) -> str | None:
         """Write `broken` for `torch.load`: step, loss, rows (their `index` in the prepared data, -1 where it has none),

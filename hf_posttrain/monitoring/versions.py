@@ -5,9 +5,13 @@ from importlib.metadata import PackageNotFoundError, version
 from packaging.version import Version
 
 TESTED = {
-    "accelerate": "1.15.0", "datasets": "5.2.0", "peft": "0.21.2", "tokenizers": "0.23.3", "torch": "2.13.0",
+    "accelerate": "1.15.0",
+    "datasets": "5.2.0",
+    "peft": "0.21.2",
+    "tokenizers": "0.23.3",
+    "torch": "2.13.0",
     "transformers": "5.24.0",
-}  # fmt: skip
+}
 
 
 def newer_than_tested() -> str:

@@ -79,12 +79,19 @@ def of_any_machine(recipe: Recipe) -> Recipe:
     """The recipe without those keys of its train section that want a launcher or a GPU and do not change the data; what
     is as large as fp16 and runs on CPU is bf16."""
     wanting = (
-        "deepspeed", "fsdp", "parallelism_config", "tf32", "sampler", "use_liger_kernel",
+        "deepspeed",
+        "fsdp",
+        "parallelism_config",
+        "tf32",
+        "sampler",
+        "use_liger_kernel",
         "liger_kernel_config",
-    )  # fmt: skip
-    train = {"bf16" if value is True and name == "fp16" else name: value
-             for name, value in recipe.train.items()
-             if not name.startswith(wanting)}  # fmt: skip
+    )
+    train = {
+        "bf16" if value is True and name == "fp16" else name: value
+        for name, value in recipe.train.items()
+        if not name.startswith(wanting)
+    }
     # Of the options of checkpointing only this one wants a GPU.
     if isinstance(checkpointed := train.get("activation_checkpointing_kwargs"), dict):
         left = {name: value for name, value in checkpointed.items() if name != "offload"}
@@ -163,8 +170,9 @@ def server_problems(
 
     asked: list[tuple[str, Callable[[], Any]]] = [
         (f"{name}.url", partial(served.check_server, taught, f"{name}.url", config))
-        for name, taught in recipe.taught_by() if taught.url
-    ]  # fmt: skip
+        for name, taught in recipe.taught_by()
+        if taught.url
+    ]
     for section, options in (("train", config), ("rounds", recipe.rounds)):
         if isinstance(getattr(options, "sampler", None), VLLMOptions):
             check = partial(vllm_server.check, options, peft_config, config.max_length)

@@ -39,16 +39,25 @@ examples:
 """
 _SWITCH: dict[str, Any] = {"action": "store_true"}
 _OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
-    "--check": (_SWITCH, "what the recipe would train on, and whether it fits, without training: exit code 0, 1 for"
-                " warnings that would ruin training, 2 if it cannot run"),
+    "--check": (
+        _SWITCH,
+        "what the recipe would train on, and whether it fits, without training: exit code 0, 1 for"
+        " warnings that would ruin training, 2 if it cannot run",
+    ),
     "--probe": (_SWITCH, "with --check: also run the longest batch for real"),
     "--json": (_SWITCH, "with --check: print it for machines"),
-    "--config_file": ({"metavar": "FILE", "type": Path}, "with --check: plan and memory as accelerate launch would run"
-                      " it with this file of accelerate_configs, on this machine or another"),
+    "--config_file": (
+        {"metavar": "FILE", "type": Path},
+        "with --check: plan and memory as accelerate launch would run"
+        " it with this file of accelerate_configs, on this machine or another",
+    ),
     "--device_memory": ({"metavar": "GIB", "type": float}, "with --check: memory of each device, such as 80"),
-    "--preprocess-only": (_SWITCH, "check and tokenise the data into the cache, where later runs find it, and stop:"
-                          " needs no launcher and no GPU, loads no weights, writes no output_dir"),
-}  # fmt: skip
+    "--preprocess-only": (
+        _SWITCH,
+        "check and tokenise the data into the cache, where later runs find it, and stop:"
+        " needs no launcher and no GPU, loads no weights, writes no output_dir",
+    ),
+}
 
 
 def _type(read: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -101,12 +110,21 @@ def _switches(text: str) -> dict[str, Any]:
 
 
 _SHARED: dict[str, dict[str, Any]] = {
-    "columns": {"type": _renamed, "nargs": "+", "default": [], "metavar": "ours=theirs",
-                "help": "columns of the data, as prompt=question completion=answer"},
+    "columns": {
+        "type": _renamed,
+        "nargs": "+",
+        "default": [],
+        "metavar": "ours=theirs",
+        "help": "columns of the data, as prompt=question completion=answer",
+    },
     "chat_template": {"type": _template, "metavar": "FILE", "help": "a Jinja template, in place of the model's own"},
-    "chat_template_kwargs": {"type": _switches, "default": {}, "metavar": "JSON",
-                             "help": "options of the chat template, as '{\"enable_thinking\": false}'"},
-}  # fmt: skip
+    "chat_template_kwargs": {
+        "type": _switches,
+        "default": {},
+        "metavar": "JSON",
+        "help": "options of the chat template, as '{\"enable_thinking\": false}'",
+    },
+}
 
 
 class Parser(argparse.ArgumentParser):
@@ -134,12 +152,19 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """`argv` (None: of the process) -> recipe (a path), overrides (texts `section.key=value`) and the options. Raises
     InputError for an unknown option (with the nearest), options that do not go together, and no recipe."""
     parser = Parser(
-        prog="hf-posttrain", usage=_USAGE, epilog=_EPILOG, allow_abbrev=False,
+        prog="hf-posttrain",
+        usage=_USAGE,
+        epilog=_EPILOG,
+        allow_abbrev=False,
         description=f"Post-train a causal language model ({', '.join(METHODS).upper()}) as a recipe says.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    parser.add_argument("words", metavar="RECIPE.yaml, section.key=value", nargs="*",
-                        help="the recipe file, and what replaces values of it")  # fmt: skip
+    )
+    parser.add_argument(
+        "words",
+        metavar="RECIPE.yaml, section.key=value",
+        nargs="*",
+        help="the recipe file, and what replaces values of it",
+    )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     for name, (reading, meaning) in _OPTIONS.items():
         parser.add_argument(name, help=meaning, **reading)

@@ -30,14 +30,29 @@ FILE = Path(__file__).with_name("fields.json")
 "model.lora": ...}. A field is [types, default]; a type is a name of `TYPES`, or a list of the values that are allowed.
 `make fields` writes it."""
 TYPES: dict[str, Any] = {
-    "null": type(None), "bool": bool, "int": int, "float": float, "str": str, "list[str]": list[str],
-    "list[int]": list[int], "list[float]": list[float], "list[tuple[int, int]]": list[tuple[int, int]], "dict": dict,
-    "dict[str, Any]": dict[str, Any], "dict[str, bool]": dict[str, bool], "any": Any,
-}  # fmt: skip
+    "null": type(None),
+    "bool": bool,
+    "int": int,
+    "float": float,
+    "str": str,
+    "list[str]": list[str],
+    "list[int]": list[int],
+    "list[float]": list[float],
+    "list[tuple[int, int]]": list[tuple[int, int]],
+    "dict": dict,
+    "dict[str, Any]": dict[str, Any],
+    "dict[str, bool]": dict[str, bool],
+    "any": Any,
+}
 _WORDS = {
-    bool: "true or false", int: "a whole number", float: "a number", str: "a string", dict: "a mapping",
-    list: "a list", type(None): "null",
-}  # fmt: skip
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a string",
+    dict: "a mapping",
+    list: "a list",
+    type(None): "null",
+}
 
 
 class Field(NamedTuple):
@@ -60,7 +75,7 @@ def fields_of(dataclass_type: Any) -> dict[str, Field]:
         f.name: Field(hints[f.name], f.default if f.default_factory is dataclasses.MISSING else f.default_factory())
         for f in dataclasses.fields(dataclass_type)
         if f.init and not f.metadata.get("hidden") and f.name not in getattr(dataclass_type, "of_python", ())
-    }  # fmt: skip
+    }
 
 
 def train_fields(method: str, imported: bool = False) -> dict[str, Field]:

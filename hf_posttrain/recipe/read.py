@@ -27,13 +27,23 @@ from .sections import DataSection, Recipe, Source
 from .yaml_tree import place_of, read_tree
 
 _ELSEWHERE = {  # names of other libraries and habits -> the key that they mean
-    "model_name_or_path": "model.name_or_path", "model.path": "model.name_or_path", "model.name": "model.name_or_path",
-    "teacher.path": "teacher.name_or_path", "teacher.name": "teacher.name_or_path", "torch_dtype": "model.dtype",
-    "load_in_4bit": "model.quantization: 4bit", "load_in_8bit": "model.quantization: 8bit",
-    "use_peft": "model.lora: {r: 16}", "lora_r": "model.lora.r", "dataset": "data.train",
-    "dataset_name": "data.train.path", "dataset_config": "data.train.name", "train_file": "data.train.path",
-    "train_dataset": "data.train", "eval_dataset": "data.eval",
-}  # fmt: skip
+    "model_name_or_path": "model.name_or_path",
+    "model.path": "model.name_or_path",
+    "model.name": "model.name_or_path",
+    "teacher.path": "teacher.name_or_path",
+    "teacher.name": "teacher.name_or_path",
+    "torch_dtype": "model.dtype",
+    "load_in_4bit": "model.quantization: 4bit",
+    "load_in_8bit": "model.quantization: 8bit",
+    "use_peft": "model.lora: {r: 16}",
+    "lora_r": "model.lora.r",
+    "dataset": "data.train",
+    "dataset_name": "data.train.path",
+    "dataset_config": "data.train.name",
+    "train_file": "data.train.path",
+    "train_dataset": "data.train",
+    "eval_dataset": "data.eval",
+}
 
 
 def load_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> Recipe:
@@ -47,8 +57,9 @@ def load_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
     # the train section stays as it is given; its rules are asked of an object with all fields of the Config
     fields = partial(train_fields, recipe.method)
     # null of another method's option takes it back, where a recipe is run with that method's name replaced
-    recipe.train = {name: value for name, value in recipe.train.items()
-                    if value is not None or name in fields() or not owners(name)}  # fmt: skip
+    recipe.train = {
+        name: value for name, value in recipe.train.items() if value is not None or name in fields() or not owners(name)
+    }
     recipe.train = without_defaults(recipe.train, fields(), METHODS[recipe.method].config_name)
     given = _checked(recipe, fields, recipe.train, "train", partial(_advise, recipe.method))
     given = with_teacher_options(recipe, given)
@@ -232,8 +243,13 @@ def _advise(method: Any, key: str) -> str | None:
         return instead
     if meant := _ELSEWHERE.get(f"{section}.{name}") or _ELSEWHERE.get(name):
         return f"write {meant}"
-    sections = {"model": fields_of(ModelSection), "data.train": fields_of(Source), "data": fields_of(DataSection),
-                "model.lora": lora_fields(), "train": train_fields(method or next(iter(METHODS)))}  # fmt: skip
+    sections = {
+        "model": fields_of(ModelSection),
+        "data.train": fields_of(Source),
+        "data": fields_of(DataSection),
+        "model.lora": lora_fields(),
+        "train": train_fields(method or next(iter(METHODS))),
+    }
     for other, names in sections.items():
         if name in names and other != section:
             return f"write {other}.{name}"

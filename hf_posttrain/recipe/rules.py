@@ -38,16 +38,21 @@ _SOURCE_LIMITS = {
 _EXCLUDE_EACH_OTHER = (  # keys of a model section, and why
     ("quantization", "from_scratch", "no weights to load"),
     ("adapter", "from_scratch", "it belongs to saved weights"),
-    ("lora", "from_scratch", "an adapter is saved without its random base; drop {key}.lora, or save the random model"
-     " first"),
+    (
+        "lora",
+        "from_scratch",
+        "an adapter is saved without its random base; drop {key}.lora, or save the random model first",
+    ),
     ("adapter", "lora", "continue an adapter or begin a new one"),
-)  # fmt: skip
+)
 ATTENTION = "auto", "eager", "sdpa", "flex_attention", *(f"flash_attention_{version}" for version in (2, 3, 4))
 """What transformers knows by itself; a kernel of the hub is owner/name, and a model's own code may bring others."""
 _WANTS_EVAL = {  # values of the train section that ask for rows to evaluate on
-    "load_best_model_at_end": (True,), "eval_strategy": ("steps", "epoch"), "eval_on_start": (True,),
+    "load_best_model_at_end": (True,),
+    "eval_strategy": ("steps", "epoch"),
+    "eval_on_start": (True,),
     "eval_exact_match": (True,),
-}  # fmt: skip
+}
 
 
 def between_sections(recipe: Recipe) -> Iterator[Problem]:
@@ -93,8 +98,10 @@ def between_sections(recipe: Recipe) -> Iterator[Problem]:
         problem = "model.offload is for a teacher; for a policy use accelerate_configs/zero3_offload.yaml"
         yield ("model.offload",), problem
     for name, taught in recipe.taught_by():
-        for key, why in (("lora", "the teacher is not trained (teacher.adapter loads one)"),
-                         ("chat_template", "it scores the ids of the student (model.chat_template)")):  # fmt: skip
+        for key, why in (
+            ("lora", "the teacher is not trained (teacher.adapter loads one)"),
+            ("chat_template", "it scores the ids of the student (model.chat_template)"),
+        ):
             if getattr(taught, key) is not None:
                 yield (f"{name}.{key}",), f"{name}.{key} makes no sense: {why}"
     for name, sources in recipe.data.given():

@@ -108,8 +108,15 @@ class Recipe:
         if self.rounds:
             tree["rounds"]["sampler"] = self.rounds.sampler.to_dict()
         tree["train"] = {name: value for name, value in tree["train"].items() if not name.endswith("_token")}
-        names = ("method", "model", "teacher", *(["teachers"] if self.teachers else []), "data",
-                 *(["rounds"] if self.rounds else []), "train")  # fmt: skip
+        names = (
+            "method",
+            "model",
+            "teacher",
+            *(["teachers"] if self.teachers else []),
+            "data",
+            *(["rounds"] if self.rounds else []),
+            "train",
+        )
         return {name: tree[name] for name in names}
 
     def to_yaml(self, defaults: Mapping[str, Any] | None = None) -> str:

@@ -45,10 +45,24 @@ logger = logging.getLogger(__name__)
 library = logging.getLogger("hf_posttrain")
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "tokenizers")
 SHARED = {  # fields of TrainingArguments that a reader wants; all others are kept where they are not the default
-    "learning_rate", "lr_scheduler_type", "warmup_steps", "optim", "weight_decay", "adam_beta1", "adam_beta2",
-    "max_grad_norm", "num_train_epochs", "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps",
-    "bf16", "fp16", "activation_checkpointing", "neftune_noise_alpha", "seed",
-}  # fmt: skip
+    "learning_rate",
+    "lr_scheduler_type",
+    "warmup_steps",
+    "optim",
+    "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
+    "max_grad_norm",
+    "num_train_epochs",
+    "max_steps",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "bf16",
+    "fp16",
+    "activation_checkpointing",
+    "neftune_noise_alpha",
+    "seed",
+}
 _OF_PEFT = ("peft_version", "task_type", "base_model_name_or_path", "auto_mapping", "revision", "inference_mode")
 _OF_OPTIMIZERS = ("learning_rate", "optim", "adam_", "weight_decay")
 COUNT = 4  # sample answers
@@ -135,8 +149,11 @@ def describe_run(trainer: Any) -> dict[str, Any]:
     name = scoring.causal_lm(model).config.name_or_path
     left_out = {field.name for field in fields(TrainingArguments)} - SHARED - non_default_fields(args).keys()
     left_out |= {"output_dir", "gradient_checkpointing"}  # the latter is activation_checkpointing
-    weights = [(_count_values(weight), weight.requires_grad)
-               for name, weight in model.named_parameters() if f".{COPY}." not in name]  # fmt: skip
+    weights = [
+        (_count_values(weight), weight.requires_grad)
+        for name, weight in model.named_parameters()
+        if f".{COPY}." not in name
+    ]
     arguments = {field.name: getattr(args, field.name) for field in fields(args) if field.name not in left_out}
     if trainer.own_optimizer and trainer.optimizer is not None:
         held: Any = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
@@ -156,8 +173,11 @@ def describe_run(trainer: Any) -> dict[str, Any]:
     if rounds := getattr(args, "rounds", None):
         arguments["num_train_epochs"] = args.passes  # as given: over the rows of a round
     return {
-        "method": trainer.method.name, "rounds": rounds and rounds.described(),
-        "base_model": name, "base_model_is_local": Path(name).exists(), "lora": lora,
+        "method": trainer.method.name,
+        "rounds": rounds and rounds.described(),
+        "base_model": name,
+        "base_model_is_local": Path(name).exists(),
+        "lora": lora,
         "arguments": arguments,
         "trainer": None if kind.startswith(f"{library.name}.") else kind,  # a class of the user's
         "weights": {"all": sum(n for n, _ in weights), "trained": sum(n for n, trained in weights if trained)},
@@ -170,10 +190,12 @@ def describe_run(trainer: Any) -> dict[str, Any]:
         "rows_per_step": trainer.get_total_train_batch_size(args),
         "engine": launch.describe_launch(trainer).removeprefix("on engine "),
         "device": torch.cuda.get_device_name(args.device) if cuda else f"{args.device.type} ({platform.machine()})",
-        "started": datetime.now(UTC).isoformat(timespec="seconds"), "command": command_line(), "commit": find_commit(),
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": command_line(),
+        "commit": find_commit(),
         "versions": {"hf_posttrain": __version__, "python": platform.python_version()}
         | {package: version(package) for package in PACKAGES},
-    }  # fmt: skip
+    }
 
 
 def is_chat(trainer: TrainerInterface) -> bool | None:
@@ -211,8 +233,13 @@ def non_default_fields(options: Any) -> dict[str, Any]:
 def find_commit() -> str | None:
     """The git commit of the current folder, with a + where files differ from it; None where there is none."""
     try:
-        described = subprocess.run(["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"],
-                                   capture_output=True, text=True, timeout=10, check=True)  # fmt: skip
+        described = subprocess.run(
+            ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     return described.stdout.strip()

@@ -16,9 +16,10 @@ from .run_folder import Run
 logger = logging.getLogger(__name__)
 # What a README.md holds that may be replaced: ours, PEFT's empty template, the Trainer's draft.
 REPLACED = (
-    CARD_MARKER, "[More Information Needed]",
+    CARD_MARKER,
+    "[More Information Needed]",
     "generated automatically according to the information the Trainer had access to",
-)  # fmt: skip
+)
 
 
 def write(run: Run) -> None:
@@ -36,18 +37,24 @@ def write(run: Run) -> None:
     paths = [source["path"] for split in run.sources.values() for source in split]
     adapter = str(run.lora.get("peft_type") or "lora").lower() if run.adapter or run.lora else None
     front_matter = ModelCardData(
-        base_model=None if local else run.base_model, datasets=list(dict.fromkeys(filter(is_hub_name, paths))) or None,
+        base_model=None if local else run.base_model,
+        datasets=list(dict.fromkeys(filter(is_hub_name, paths))) or None,
         library_name="peft" if run.adapter else "transformers",
-        pipeline_tag="image-text-to-text" if run.sees else "text-generation", model_name=run.name,
+        pipeline_tag="image-text-to-text" if run.sees else "text-generation",
+        model_name=run.name,
         tags=[tag for tag in ("hf_posttrain", run.method, adapter, "generated_from_trainer") if tag],
-    ).to_yaml()  # fmt: skip
+    ).to_yaml()
     text = render(
-        "card.md", run=run, front_matter=front_matter, marker=CARD_MARKER,
+        "card.md",
+        run=run,
+        front_matter=front_matter,
+        marker=CARD_MARKER,
         # In a cell of a Markdown table, and as inline code: on one line, bars and brackets as they are
         cell=lambda text: re.sub(r"([\\|<>`*_\[\]])", r"\\\1", " ".join(str(text).split())),
-        python=repr, code=lambda text: f"`{' '.join(str(text).split()).replace('`', chr(39))}`",
+        python=repr,
+        code=lambda text: f"`{' '.join(str(text).split()).replace('`', chr(39))}`",
         papers=list_papers(run.row, run.arguments, adapter == "lora"),
-    )  # fmt: skip
+    )
     file.write_text(text, encoding="utf-8")
 
 

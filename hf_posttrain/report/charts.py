@@ -145,8 +145,12 @@ def _take_shapes(drawn: str, chart: Chart) -> Iterator[str]:
     since the page's style sheet colours them, for light and for dark."""
     svg = "{http://www.w3.org/2000/svg}"
     # What the marks say, in the order in which they are drawn
-    marks = (f"{line.label}, step {format_number(step)}: {format_number(value)}" for line in chart.lines
-             if len(line.series.steps) <= MARKED for step, value in line.series.finite())  # fmt: skip
+    marks = (
+        f"{line.label}, step {format_number(step)}: {format_number(value)}"
+        for line in chart.lines
+        if len(line.series.steps) <= MARKED
+        for step, value in line.series.finite()
+    )
     for group in ElementTree.fromstring(drawn).iter(f"{svg}g"):
         if not (gid := group.get("id", "")).startswith("."):
             continue
@@ -199,8 +203,13 @@ def _draw(chart: Chart, axes: Any) -> None:
         mean, colour = smooth(line.series), f"C{line.colour}"
         if mean:
             axes.plot(*thin(line.series, POINTS), color=colour, alpha=0.35, lw=0.8, zorder=1, gid=f".faint {line.look}")
-        axes.plot(*thin(mean or line.series, POINTS), "--" if line.dash else "-", color=colour, label=line.label,
-                  gid=f".line {line.look}")  # fmt: skip
+        axes.plot(
+            *thin(mean or line.series, POINTS),
+            "--" if line.dash else "-",
+            color=colour,
+            label=line.label,
+            gid=f".line {line.look}",
+        )
         if len(line.series.steps) <= MARKED:
             face = colour if line.dash == "dashed" else "white"
             axes.plot(*line.series, "o", color=colour, markerfacecolor=face, clip_on=False, gid=f".mark {line.look}")

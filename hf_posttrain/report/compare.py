@@ -20,23 +20,52 @@ OF_OPTIONS = ("generation/stopped",)  # where a loss is comparable
 OF_JUDGED = ("score", "best_score")  # of the same prompts, with SAMPLING alike
 SAMPLING = ("judge", "num_generations", "temperature", "max_completion_length")
 NOT_OF_THE_LOSS = (  # arguments, or how they begin, that change how a loss is lowered and not what it measures
-    *page.MACHINERY, "seed", "data_seed", "full_determinism", "max_steps", "num_train_epochs", "learning_rate",
-    "lr_scheduler_", "warmup_", "train_sampling_strategy", "per_device_", "gradient_", "optim",
-    "adam_", "weight_decay", "max_grad_norm", "neftune_noise_alpha", "disable_dropout", "activation_", "bf16", "fp16",
-    "tf32", "torch_compile", "fsdp", "deepspeed", "parallelism_config", "accelerator_config",
-)  # fmt: skip
+    *page.MACHINERY,
+    "seed",
+    "data_seed",
+    "full_determinism",
+    "max_steps",
+    "num_train_epochs",
+    "learning_rate",
+    "lr_scheduler_",
+    "warmup_",
+    "train_sampling_strategy",
+    "per_device_",
+    "gradient_",
+    "optim",
+    "adam_",
+    "weight_decay",
+    "max_grad_norm",
+    "neftune_noise_alpha",
+    "disable_dropout",
+    "activation_",
+    "bf16",
+    "fp16",
+    "tf32",
+    "torch_compile",
+    "fsdp",
+    "deepspeed",
+    "parallelism_config",
+    "accelerator_config",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command: write the page and say where; returns 0. Raises InputError for a folder without a run."""
     parser = argparse.ArgumentParser(
-        prog="hf-posttrain compare", allow_abbrev=False,
+        prog="hf-posttrain compare",
+        allow_abbrev=False,
         description="Lay runs side by side in one page: curves, last values, what differs in their recipes, samples.",
         epilog="example: hf-posttrain compare outputs/first outputs/second --output compare.html",
-    )  # fmt: skip
+    )
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="a run's output_dir, or a checkpoint")
-    parser.add_argument("--output", metavar="FILE.html", type=Path, default=Path("compare.html"),
-                        help="the page (default: compare.html)")  # fmt: skip
+    parser.add_argument(
+        "--output",
+        metavar="FILE.html",
+        type=Path,
+        default=Path("compare.html"),
+        help="the page (default: compare.html)",
+    )
     arguments = parser.parse_args(argv)
     file = arguments.output
     text, table = render_comparison(arguments.runs, file)
@@ -70,12 +99,17 @@ def render_comparison(folders: Sequence[Path], output: Path) -> tuple[str, list[
     settings = [run.recipe or _settings(run) for run in runs.values()]
     finals = rank_last_values([*runs.values()], reason)
     text = page.render(
-        "compare.html", runs=runs, links=links, reason=reason, prompts=[*prompts.values()],
+        "compare.html",
+        runs=runs,
+        links=links,
+        reason=reason,
+        prompts=[*prompts.values()],
         facts={name: {fact: value for fact, value, _ in page.list_facts(run)} for name, run in runs.items()},
         warnings=[f"{name}: {warning}" for name, run in runs.items() for warning in page.list_warnings(run)],
         drawn=make_charts({name: run.history for name, run in runs.items()}),
-        finals=finals, differences=list_differences(settings),
-    )  # fmt: skip
+        finals=finals,
+        differences=list_differences(settings),
+    )
     return text, write_table([*runs], finals)
 
 

@@ -12,14 +12,49 @@ from .run_folder import Run
 NAME = "report.html"
 # Arguments, or how they begin (with `=` the whole name), on which neither the weights nor what a loss measures depend
 MACHINERY = (
-    "output_dir", "use_cpu", "report_to", "run_name", "project", "trackio_", "logging_", "log_", "save_", "eval_",
-    "per_device_eval", "dataset_num_proc", "hub_", "push_to_hub", "resume_from_checkpoint", "stop_on", "merge_lora",
-    "layout", "precompute_ref_", "sampler", "diagnostics", "disable_tqdm",
-    "dataloader_", "ddp_", "load_best_model_at_end", "metric_for_best_model", "greater_is_better",
-    "skip_memory_metrics", "do_", "include_", "debug", "torch_empty_cache_steps", "ignore_data_skip",
-    "remove_unused_columns", "enable_jit_", "restore_callback_", "batch_eval_metrics", "prediction_loss_only",
-    "use_cache", "average_tokens_", "local_rank", "resume_despite",
-)  # fmt: skip
+    "output_dir",
+    "use_cpu",
+    "report_to",
+    "run_name",
+    "project",
+    "trackio_",
+    "logging_",
+    "log_",
+    "save_",
+    "eval_",
+    "per_device_eval",
+    "dataset_num_proc",
+    "hub_",
+    "push_to_hub",
+    "resume_from_checkpoint",
+    "stop_on",
+    "merge_lora",
+    "layout",
+    "precompute_ref_",
+    "sampler",
+    "diagnostics",
+    "disable_tqdm",
+    "dataloader_",
+    "ddp_",
+    "load_best_model_at_end",
+    "metric_for_best_model",
+    "greater_is_better",
+    "skip_memory_metrics",
+    "do_",
+    "include_",
+    "debug",
+    "torch_empty_cache_steps",
+    "ignore_data_skip",
+    "remove_unused_columns",
+    "enable_jit_",
+    "restore_callback_",
+    "batch_eval_metrics",
+    "prediction_loss_only",
+    "use_cache",
+    "average_tokens_",
+    "local_rank",
+    "resume_despite",
+)
 
 ROUND_COLUMNS = ("round", "score", "best of each prompt", "ended", "tokens", "rows", "prompts without a row")
 TIED = ("rewards/accuracies",)  # metrics that are of ties alone before the first step
@@ -29,10 +64,23 @@ def render(template: str, **content: Any) -> str:
     """A file of templates/, filled; in HTML everything is escaped. They may call charts.py and the functions below."""
     from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 
-    environment = Environment(loader=PackageLoader(__package__), undefined=StrictUndefined,
-                              autoescape=select_autoescape(), trim_blocks=True, lstrip_blocks=True)  # fmt: skip
-    functions = (list_facts, list_last_values, list_options, list_warnings, list_rounds, list_evaluations,
-                 describe_rounds, format_number)  # fmt: skip
+    environment = Environment(
+        loader=PackageLoader(__package__),
+        undefined=StrictUndefined,
+        autoescape=select_autoescape(),
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    functions = (
+        list_facts,
+        list_last_values,
+        list_options,
+        list_warnings,
+        list_rounds,
+        list_evaluations,
+        describe_rounds,
+        format_number,
+    )
     environment.globals |= {function.__name__: function for function in functions}
     environment.globals |= {"charts": charts, "round_columns": ROUND_COLUMNS}
     return environment.get_template(template).render(**content)
@@ -133,8 +181,6 @@ def list_last_values(run: Run) -> list[tuple[str, str, str]]:
     return [(metric, last.get(metric, ""), last.get(f"eval_{metric}", "")) for metric in list_metrics(run.history)]
 
 
-
-
 def list_rounds(run: Run) -> list[tuple[str, ...]]:
     """What each round gave, under ROUND_COLUMNS."""
     keys = ("round", "score", "best_score", "stopped", "length", "rows")
@@ -147,8 +193,11 @@ def list_rounds(run: Run) -> list[tuple[str, ...]]:
 
 def list_evaluations(run: Run) -> list[tuple[str, str, str]]:
     """(data or task, metric, value) of evaluations that were made afterwards."""
-    return [(str(one.get("data") or one.get("task") or ""), name, format_number(value))
-            for one in run.evaluations for name, value in one.get("metrics", {}).items()]  # fmt: skip
+    return [
+        (str(one.get("data") or one.get("task") or ""), name, format_number(value))
+        for one in run.evaluations
+        for name, value in one.get("metrics", {}).items()
+    ]
 
 
 def describe_rounds(run: Run) -> str:

@@ -62,8 +62,11 @@ def _curves(entry: dict[str, Any]) -> dict[str, float]:
     numbers = {key: float(value) for key, value in entry.items() if isinstance(value, int | float)}
     prefix = next((key.removesuffix("_runtime") for key in numbers if key.endswith("_runtime")), "eval")
     front = "" if prefix in ("eval", "train") or prefix.startswith("eval_") else "eval_"
-    return {front + key if key.startswith(f"{prefix}_") else key: value for key, value in numbers.items()
-            if key not in _NOT_CURVES and not key.endswith(_TIMES)}  # fmt: skip
+    return {
+        front + key if key.startswith(f"{prefix}_") else key: value
+        for key, value in numbers.items()
+        if key not in _NOT_CURVES and not key.endswith(_TIMES)
+    }
 
 
 @dataclass(frozen=True)
@@ -112,8 +115,10 @@ def read(folder: str | Path) -> Run:
     numbered = [(path.parent.name.removeprefix("checkpoint-"), path) for path in folder.glob(f"checkpoint-*/{STATE}")]
     checkpoints = [path for _, path in sorted((int(number), path) for number, path in numbered if number.isdecimal())]
     states = [path for path in (folder / STATE, *checkpoints) if path.exists()]
-    own, others = ([path for path in kind if path in states and not _is_earlier(path, started)]
-                   for kind in ([folder / STATE], checkpoints))  # fmt: skip
+    own, others = (
+        [path for path in kind if path in states and not _is_earlier(path, started)]
+        for kind in ([folder / STATE], checkpoints)
+    )
     if not states:
         raise InputError(f"{folder}: no run is in it: neither {STATE} nor a checkpoint-* with one")
     state_file, state = _latest([*own, *others[-1:]] or states)
@@ -139,20 +144,30 @@ def read(folder: str | Path) -> Run:
     best = None if best == state.get("global_step") else best
     history = read_history(state.get("log_history", []))
     return Run(
-        folder=folder, name=folder.resolve().name,
-        state=state, steps=(int(state.get("global_step", 0)), int(state.get("max_steps", 0))),
-        history=history, last=_last_values(state, history, best), best_step=best,
-        recipe=tree, recipe_text=text, record=record,
+        folder=folder,
+        name=folder.resolve().name,
+        state=state,
+        steps=(int(state.get("global_step", 0)), int(state.get("max_steps", 0))),
+        history=history,
+        last=_last_values(state, history, best),
+        best_step=best,
+        recipe=tree,
+        recipe_text=text,
+        record=record,
         results={} if _is_outdated(results, state_file, started) else _read_json(results),
-        audit=_read_json(folder / "audit.json", {}), samples=_read_json(folder / "samples.json", []),
-        in_rounds=in_rounds, rounds=_read_json(folder / ROUNDS, []) if in_rounds else [],
+        audit=_read_json(folder / "audit.json", {}),
+        samples=_read_json(folder / "samples.json", []),
+        in_rounds=in_rounds,
+        rounds=_read_json(folder / ROUNDS, []) if in_rounds else [],
         evaluations=_read_json(folder / "evaluations.json", []),
-        method=method, row=METHODS.get(method),
+        method=method,
+        row=METHODS.get(method),
         base_model=str(model.get("name_or_path") or record.get("base_model") or ""),
         arguments=arguments,
-        adapter=_adapter(folder), lora=record.get("lora") or model.get("lora") or {},
+        adapter=_adapter(folder),
+        lora=record.get("lora") or model.get("lora") or {},
         sources={split: found if isinstance(found, list) else [found] for split, found in sources.items()},
-    )  # fmt: skip
+    )
 
 
 def saved_best(state: Mapping[str, Any]) -> int | None:

@@ -71,9 +71,18 @@ class Frozen(OnPolicy):
         trainer, args = self.trainer, self.trainer.args
         prompts = self.of.select_columns([name for name in PROMPT_COLUMNS if name in self.of.column_names])
         key = [
-            self.start, score_cache.rows_key(prompts, trainer), args.num_generations, args.temperature, self.longest(),
-            args.seed, trainer.terminal_ids, trainer.vocabulary, args.sampler.kind, args.bf16, args.fp16,
-        ]  # fmt: skip
+            self.start,
+            score_cache.rows_key(prompts, trainer),
+            args.num_generations,
+            args.temperature,
+            self.longest(),
+            args.seed,
+            trainer.terminal_ids,
+            trainer.vocabulary,
+            args.sampler.kind,
+            args.bf16,
+            args.fp16,
+        ]
 
         def sample() -> datasets.Dataset:
             if moved:
@@ -100,8 +109,11 @@ class Frozen(OnPolicy):
                 found[number] = super().rollouts(rows, seed, self.longest())
         pieces = {number: piece for part in gather_object([found]) for number, piece in part.items()}
         return datasets.Dataset.from_list(
-            [{"rollout_ids": [each.ids for each in one.completions]} for _, piece in sorted(pieces.items())
-             for one in piece]
+            [
+                {"rollout_ids": [each.ids for each in one.completions]}
+                for _, piece in sorted(pieces.items())
+                for one in piece
+            ]
         )
 
     def _scored(self, sampled: datasets.Dataset) -> datasets.Dataset:
@@ -112,16 +124,28 @@ class Frozen(OnPolicy):
         merged = trainer.eos.ids.tolist()
         request: Request = trainer.request("dense", args.teacher.top_k)
         key = [
-            self.teacher.key(), score_cache.rows_key(rows, trainer), request.top_k, args.temperature,
-            trainer.vocabulary, args.bf16, args.fp16, merged, score_cache.layout_key(trainer),
-        ]  # fmt: skip
+            self.teacher.key(),
+            score_cache.rows_key(rows, trainer),
+            request.top_k,
+            args.temperature,
+            trainer.vocabulary,
+            args.bf16,
+            args.fp16,
+            merged,
+            score_cache.layout_key(trainer),
+        ]
 
         def score(prompts: Any) -> list[dict[str, Any]]:
             given = prompts.prompts.items
             examples = [
-                Example(row["prompt_ids"], [*map(Branch, row["rollout_ids"])], pictures=row.get("images") or (),
-                        reading=reading_of(row)) for row in given
-            ]  # fmt: skip
+                Example(
+                    row["prompt_ids"],
+                    [*map(Branch, row["rollout_ids"])],
+                    pictures=row.get("images") or (),
+                    reading=reading_of(row),
+                )
+                for row in given
+            ]
             batch = trainer._prepare_inputs(trainer.data_collator.lay_out(examples))
             signal = self.teacher.signal(batch, request)
             assert isinstance(signal, TopK)
@@ -129,9 +153,14 @@ class Frozen(OnPolicy):
             columns = {"teacher_ids": signal.ids, "teacher_logps": signal.logps, "teacher_own": signal.targets}
             of_each = iter(range(len(batch.row)))
             return [
-                {"teacher": [{name: values[batch.owner == n].tolist() for name, values in columns.items()}
-                             for n in islice(of_each, args.num_generations)]} for _ in given
-            ]  # fmt: skip
+                {
+                    "teacher": [
+                        {name: values[batch.owner == n].tolist() for name, values in columns.items()}
+                        for n in islice(of_each, args.num_generations)
+                    ]
+                }
+                for _ in given
+            ]
 
         def compute() -> datasets.Dataset:
             title = "Scores of frozen rollouts by the teacher"

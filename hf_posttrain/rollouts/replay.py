@@ -46,8 +46,10 @@ class Replay(OnPolicy, TrainerCallback):
         orders = [torch.randperm(len(earlier)) for _ in range(-(-wanted // len(earlier)) if earlier else 0)]
         chosen = torch.cat(orders)[:wanted].tolist() if orders else []
         self.newest = gather_object([([*one.prompt], [each.ids for each in one.completions]) for one in sampled])
-        replayed = [Rollout(prompt, [*map(Completion, completions)])
-                    for prompt, completions in (earlier[number] for number in chosen)]  # fmt: skip
+        replayed = [
+            Rollout(prompt, [*map(Completion, completions)])
+            for prompt, completions in (earlier[number] for number in chosen)
+        ]
         return sampled + replayed
 
     def reset(self) -> None:

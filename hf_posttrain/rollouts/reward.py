@@ -1,6 +1,6 @@
 """A reward beside OPD's teacher: rollouts of one prompt are graded, and each token of a better one is credited.
 
-    r - (mean r of the prompt's K rollouts), times coef, is added to A = ln p - ln q of each of its tokens
+r - (mean r of the prompt's K rollouts), times coef, is added to A = ln p - ln q of each of its tokens
 """
 
 from collections.abc import Sequence
@@ -32,8 +32,9 @@ class Reward:
         decode = lambda ids: tokenizer.decode(ids, skip_special_tokens=True)  # noqa: E731
         texts = [
             (decode(one.prompt), decode(each.ids), decode(row["completion_ids"]) if row.get("completion_ids") else None)
-            for row, one in zip(rows, rollouts, strict=True) for each in one.completions
-        ]  # fmt: skip
+            for row, one in zip(rows, rollouts, strict=True)
+            for each in one.completions
+        ]
         prompts, completions, references = map(list, zip(*texts, strict=True)) if texts else ([], [], [])
         found = grade(self.grader, f"reward: {self.options.function}", prompts, completions, references)
         return torch.tensor(found, dtype=torch.float).view(len(rows), -1)

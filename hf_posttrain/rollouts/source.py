@@ -1,8 +1,8 @@
 """Where the rollouts of OPD come from: the interface, and rollouts of the current policy.
 
-    on policy    sampled from the current policy, in each optimizer step
-    replay       a share `fresh` of each window on policy; for the other prompts, rollouts of the last steps (LSPD)
-    frozen       sampled once, from the policy as it was at the start, and kept on disk (arXiv 2610.11291)
+on policy    sampled from the current policy, in each optimizer step
+replay       a share `fresh` of each window on policy; for the other prompts, rollouts of the last steps (LSPD)
+frozen       sampled once, from the policy as it was at the start, and kept on disk (arXiv 2610.11291)
 """
 
 from collections.abc import Sequence

@@ -47,10 +47,20 @@ _NEVER, _MOST_BIASED = -100.0, 1024
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 _INITIALISATIONS = (True, False, "gaussian", "eva", "orthogonal")
 _BEYOND_LORA = (
-    "use_dora", "modules_to_save", "lora_bias", "trainable_token_indices", "target_parameters", "layer_replication",
-    "alora_invocation_tokens", "use_qalora", "use_bdlora", "arrow_config", "kasa_config", "velora_config",
+    "use_dora",
+    "modules_to_save",
+    "lora_bias",
+    "trainable_token_indices",
+    "target_parameters",
+    "layer_replication",
+    "alora_invocation_tokens",
+    "use_qalora",
+    "use_bdlora",
+    "arrow_config",
+    "kasa_config",
+    "velora_config",
     "monteclora_config",
-)  # fmt: skip
+)
 PROBES, PROBE_TOKENS = 4, 16
 """Prompts that are compared after a transfer, and tokens of each and of its answer."""
 ROUNDING = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.05}
@@ -244,10 +254,12 @@ def sampling(trainer: Any) -> dict[str, Any]:
         lacks = f"the vocabulary has {len(padding)} ids that stand for no token, or that the teacher lacks"
         raise InputError(f"{lacks}, and vLLM can be kept from drawing {_MOST_BIASED}: set sampler: policy")
     return {
-        "temperature": options.temperature, **PLAIN,
-        "stop_token_ids": trainer.terminal_ids, "ignore_eos": True,  # ours alone, and they stay in the rollout
+        "temperature": options.temperature,
+        **PLAIN,
+        "stop_token_ids": trainer.terminal_ids,
+        "ignore_eos": True,  # ours alone, and they stay in the rollout
         "logit_bias": {token: _NEVER for token in padding} or None,
-    }  # fmt: skip
+    }
 
 
 # ---- what is refused

@@ -62,13 +62,17 @@ class VLLMInProcessSampler(VLLMSampler):
         lora = {"enable_lora": True, "max_lora_rank": max_rank(self.lora)} if self.lora else {}
         with rollout.seeded(accelerator.device, trainer.args.seed):  # vLLM seeds the process
             return LLM(
-                model=str(place), load_format="dummy", generation_config="vllm", dtype=self.dtype,
+                model=str(place),
+                load_format="dummy",
+                generation_config="vllm",
+                dtype=self.dtype,
                 max_model_len=min(filter(None, lengths), default=None),
                 gpu_memory_utilization=self.options.sampler.gpu_memory_utilization,
                 logprobs_mode="processed_logprobs",  # of the distribution that is drawn from
                 enable_prefix_caching=True,  # K rollouts read their prompt once
-                distributed_executor_backend="uni" if accelerator.num_processes == 1 else "external_launcher", **lora,
-            )  # fmt: skip
+                distributed_executor_backend="uni" if accelerator.num_processes == 1 else "external_launcher",
+                **lora,
+            )
 
     def _give_weights(self, change: Any = None) -> None:
         """All weights but the adapter's, in memory. All ranks call it. change: (name, weight) -> another."""

@@ -111,9 +111,7 @@ class VLLMServerSampler(VLLMSampler):
                 self._check()
         raise ServerError(f"the vLLM server {self.server.url} starts again and again: see its log")
 
-    def prefetch(
-        self, prompts: Sequence[Sequence[int]], n: int, max_new_tokens: int, seed: Sequence[int]
-    ) -> None:
+    def prefetch(self, prompts: Sequence[Sequence[int]], n: int, max_new_tokens: int, seed: Sequence[int]) -> None:
         """Sample in the background, by the current weights, what a later `sample` of the same returns."""
         assert self.prefetched is not None
         sample = partial(self._sample, prompts, n, seeds_of(prompts, seed), max_new_tokens)
@@ -168,8 +166,11 @@ def runs_as_this_user(url: str) -> bool:
     if parts.hostname not in ("localhost", "127.0.0.1", "::1"):
         return False
     try:
-        pids = {each.pid for each in psutil.net_connections("tcp")
-                if each.status == psutil.CONN_LISTEN and each.laddr.port == (parts.port or 80)}  # fmt: skip
+        pids = {
+            each.pid
+            for each in psutil.net_connections("tcp")
+            if each.status == psutil.CONN_LISTEN and each.laddr.port == (parts.port or 80)
+        }
         return any(pid and psutil.Process(pid).uids().real == os.getuid() for pid in pids)
     except (psutil.Error, OSError, AttributeError):  # another's, or a system that does not tell
         return False
@@ -209,12 +210,15 @@ def _checked(server: Server, options: Any, rank: int | None, max_length: int | N
         how = f"of another distribution than rollouts are drawn from at temperature {options.temperature:g}"
         raise InputError(f"the vLLM server gives {mode}, {how}: start it with --logprobs-mode processed_logprobs")
     if rank is not None and (lora is None or lora["max_lora_rank"] < rank):
-        raise InputError(f"the vLLM server takes no adapter of rank {rank}: start it with --enable-lora and "
-                         f"--max-lora-rank {rank}")  # fmt: skip
+        raise InputError(
+            f"the vLLM server takes no adapter of rank {rank}: start it with --enable-lora and --max-lora-rank {rank}"
+        )
     return card | {
-        "dtype": str(told["model_config"]["dtype"]).removeprefix("torch."), "logprobs_mode": mode,
-        "load_format": told["load_config"]["load_format"], "process": told["instance_id"],
-    }  # fmt: skip
+        "dtype": str(told["model_config"]["dtype"]).removeprefix("torch."),
+        "logprobs_mode": mode,
+        "load_format": told["load_config"]["load_format"],
+        "process": told["instance_id"],
+    }
 
 
 def _server(options: Any) -> Server:

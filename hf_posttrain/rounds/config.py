@@ -16,9 +16,12 @@ from ..trainer.rules import beyond
 from .judges.config import JudgeSection, expand_judge, judge_problems
 
 LIMITS = {
-    "count": COUNT, "steps": COUNT, "num_generations": COUNT, "temperature": NOT_NEGATIVE,
+    "count": COUNT,
+    "steps": COUNT,
+    "num_generations": COUNT,
+    "temperature": NOT_NEGATIVE,
     "max_completion_length": COUNT,
-}  # fmt: skip
+}
 
 
 @dataclass

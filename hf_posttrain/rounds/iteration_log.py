@@ -20,7 +20,9 @@ logger = logging.getLogger(__name__)
 SUMMARY = "rounds.json"
 
 
-def record(trainer: Any, prompts: datasets.Dataset, judged: list[ScoredCompletions], paired: SelectedRows, seconds: float) -> None:
+def record(
+    trainer: Any, prompts: datasets.Dataset, judged: list[ScoredCompletions], paired: SelectedRows, seconds: float
+) -> None:
     """Log the round that the trainer has just made; of those over all prompts write N.jsonl, with every answer, and
     rounds.json. All ranks call it."""
     found, number = summarise(judged, trainer.terminal_ids), trainer.round.number + 1
@@ -48,9 +50,15 @@ def record(trainer: Any, prompts: datasets.Dataset, judged: list[ScoredCompletio
     found |= {name: int(found[name]) for name in ("rows", "left_out")}
     means = [np.mean(own) for own in known_scores(judged) if own]
     error = {"score_error": round(float(np.std(means, ddof=1) / len(means) ** 0.5), 6)} if len(means) > 1 else {}
-    entry = {"round": number, "step": trainer.state.global_step, **found, **error, "seconds": round(seconds, 1),
-             "unjudged": sum(score is None for one in judged for score in one.scores),
-             "reasons": dict(paired.left_out)}  # fmt: skip
+    entry = {
+        "round": number,
+        "step": trainer.state.global_step,
+        **found,
+        **error,
+        "seconds": round(seconds, 1),
+        "unjudged": sum(score is None for one in judged for score in one.scores),
+        "reasons": dict(paired.left_out),
+    }
     earlier = [one for one in trainer.round.told if one["round"] < number]
     trainer.round.told = [*earlier, entry]
     write_json(folder / SUMMARY, trainer.round.told)
@@ -97,7 +105,9 @@ def summarise(judged: list[ScoredCompletions], ends: list[int]) -> dict[str, flo
     answers = [ids for one in judged for ids in one.answers]
     scores = known_scores(judged)
     found: dict[str, Any] = {
-        "score": [score for own in scores for score in own], "best_score": [max(own) for own in scores if own],
-        "stopped": [ids[-1] in ends for ids in answers], "length": [*map(len, answers)],
-    }  # fmt: skip
+        "score": [score for own in scores for score in own],
+        "best_score": [max(own) for own in scores if own],
+        "stopped": [ids[-1] in ends for ids in answers],
+        "length": [*map(len, answers)],
+    }
     return {name: float(np.mean(values)) for name, values in found.items() if values}

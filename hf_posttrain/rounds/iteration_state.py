@@ -78,9 +78,7 @@ class Round(TrainerCallback):
             else:
                 summary.unlink(missing_ok=True)
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Save after the last step of a round over all prompts."""
         trainer, saved = self.trainer, getattr(args.save_strategy, "value", args.save_strategy)
         ends = trainer.round_of(state.global_step) != trainer.round_of(state.global_step - 1)

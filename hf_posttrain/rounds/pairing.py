@@ -36,9 +36,13 @@ class SelectedRows:
 
 
 def pair_up(
-    kind: RowKind, answers: Sequence[Sequence[Hashable]], scores: Sequence[Sequence[float | None]],
-    stopped: Sequence[Sequence[bool]], pair: PairSection, threshold: float | None,
-) -> SelectedRows:  # fmt: skip
+    kind: RowKind,
+    answers: Sequence[Sequence[Hashable]],
+    scores: Sequence[Sequence[float | None]],
+    stopped: Sequence[Sequence[bool]],
+    pair: PairSection,
+    threshold: float | None,
+) -> SelectedRows:
     """Rows of `kind` from the answers of each prompt: texts or ids, their scores, and whether they ended by themselves.
 
     Of equal answers the first is taken. threshold: `good_from`.
@@ -53,9 +57,13 @@ def pair_up(
 
 
 def _of_prompt(
-    kind: RowKind, answers: Sequence[Hashable], scores: Sequence[float | None], stopped: Sequence[bool],
-    pair: PairSection, threshold: float | None,
-) -> tuple[list[Row], str]:  # fmt: skip
+    kind: RowKind,
+    answers: Sequence[Hashable],
+    scores: Sequence[float | None],
+    stopped: Sequence[bool],
+    pair: PairSection,
+    threshold: float | None,
+) -> tuple[list[Row], str]:
     """(rows, why there are none)."""
     scored = {number: score for number, score in enumerate(scores) if score is not None}
     # of equal answers the first one that ended, or else the first

@@ -55,7 +55,9 @@ class RoundFiles:
         found = {}
         for file in self.folder.glob("*.json") if self.folder else ():
             with suppress(OSError, ValueError, TypeError):
-                found[int(file.stem)] = [ScoredCompletions(*one) for one in json.loads(file.read_text(encoding="utf-8"))]
+                found[int(file.stem)] = [
+                    ScoredCompletions(*one) for one in json.loads(file.read_text(encoding="utf-8"))
+                ]
         return found
 
     def write(self, number: int, piece: list[ScoredCompletions]) -> None:
@@ -69,8 +71,16 @@ def pieces_of(trainer: Any, prompts: datasets.Dataset, *seed: int) -> RoundFiles
     args, options = trainer.args, trainer.rollout_options
     weights = weights_key(unwrapped(trainer.model).state_dict(keep_vars=True), sample=SAMPLE)
     judge = agreed(trainer.judge.key)
-    key = [weights, rows_key(prompts, trainer), seed, options.described(), judge, trainer.terminal_ids, args.bf16,
-           args.fp16]  # fmt: skip
+    key = [
+        weights,
+        rows_key(prompts, trainer),
+        seed,
+        options.described(),
+        judge,
+        trainer.terminal_ids,
+        args.bf16,
+        args.fp16,
+    ]
     name = xxhash.xxh3_64_hexdigest(json.dumps(key, sort_keys=True).encode())
     [name, *_] = gather_object([name])  # of a model that is cut over ranks, the first one's
     return RoundFiles(Path(args.output_dir, FOLDER, f"pieces-{name}"))
@@ -108,8 +118,10 @@ def draw(
             with rollout.seeded(accelerator.device, *of_piece):
                 sampled = trainer.sampler.sample([*map(Prompt.of, rows)], count, longest, of_piece)
             answers = [[completion.ids for completion in completions] for completions in sampled]
-            questions = [question_of(row, own, trainer.tokenizer, trainer.terminal_ids)
-                         for row, own in zip(rows, answers, strict=True)]  # fmt: skip
+            questions = [
+                question_of(row, own, trainer.tokenizer, trainer.terminal_ids)
+                for row, own in zip(rows, answers, strict=True)
+            ]
             # in the last lap a rank may have none, and no judge is asked about nothing
             scores = agreed(partial(trainer.judge.score, questions) if questions else list)
             if number is not None:

@@ -96,10 +96,17 @@ def find_segments(documents: Sequence[np.ndarray], length: int) -> Segments:
 
 
 def attend_by_segment(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    segments: dict[str, Any] | None = None, scaling: float | None = None, dropout: float = 0.0,
-    sliding_window: int | None = None, **kwargs: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    segments: dict[str, Any] | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
     """Attention of one row in pieces; without `segments`, transformers' sdpa. [R, heads, L, D] -> [R, L, heads, D].
 
     In each piece a query sees all keys but those behind it: the last query sees all, the one before all but one, and
@@ -132,9 +139,14 @@ def attend_by_segment(
 
 @torch.compiler.disable  # it would be compiled anew for each list of sizes
 def _attend_one_by_one(
-    module: nn.Module, states: tuple[Tensor, ...], sizes: list[tuple[int, int]], window: int | None,
-    scaling: float | None, dropout: float, picture: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:  # fmt: skip
+    module: nn.Module,
+    states: tuple[Tensor, ...],
+    sizes: list[tuple[int, int]],
+    window: int | None,
+    scaling: float | None,
+    dropout: float,
+    picture: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
     """sdpa of each piece: queries, gathered keys and values [L, heads, D] -> [1, L, heads, D]. picture: of each query
     and key the number of its picture, where their tokens see each other."""
     found: list[Tensor] = []

@@ -35,9 +35,16 @@ def _softcapped(cap: float) -> Callable[..., Any]:
 
 
 def attend_by_block(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, scaling: float | None = None,
-    softcap: float | None = None, dropout: float = 0.0, **kwargs: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
     """flex_attention of one row; with a mask that is none of its own (in generation), attention written out.
     [R, heads, L, D] -> [R, L, heads, D]. Raises RuntimeError where the model wants what it does not compute (gpt-oss),
     InputError for dropout."""

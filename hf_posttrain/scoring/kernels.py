@@ -44,9 +44,21 @@ def _log_prob_of(own, peak, log_total):
 
 @triton.jit
 def _log_prob(
-    logits, targets, values, entropies, correct, gradient, stride, vocabulary, padded, scale, told_apart,
-    GRADIENT: tl.constexpr, STATS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    logits,
+    targets,
+    values,
+    entropies,
+    correct,
+    gradient,
+    stride,
+    vocabulary,
+    padded,
+    scale,
+    told_apart,
+    GRADIENT: tl.constexpr,
+    STATS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     source, target = logits + row * stride, tl.load(targets + row)
     own = _load(source, target, vocabulary, scale)
@@ -77,9 +89,23 @@ def _log_prob(
 
 @triton.jit
 def _kl(
-    logits, teacher, targets, values, students, teachers, gradient, stride, theirs, vocabulary, padded, scale, ce,
-    REVERSE: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    logits,
+    teacher,
+    targets,
+    values,
+    students,
+    teachers,
+    gradient,
+    stride,
+    theirs,
+    vocabulary,
+    padded,
+    scale,
+    ce,
+    REVERSE: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     own, other, target = logits + row * stride, teacher + row * theirs, tl.load(targets + row)
     # of student z and teacher t: the largest, the sum of e^(x - largest), and sum of (t - z) e^(...) by who weighs
@@ -123,22 +149,55 @@ def log_prob(
     told_apart = 1e-4 - math.log(vocabulary)
     out = logits if gradient is None else gradient
     _log_prob[(len(logits),)](
-        logits, targets, value, entropy, correct, out, logits.stride(0), vocabulary, out.shape[-1], 1 / temperature,
-        told_apart, gradient is not None, stats, BLOCK, num_warps=WARPS,
-    )  # fmt: skip
+        logits,
+        targets,
+        value,
+        entropy,
+        correct,
+        out,
+        logits.stride(0),
+        vocabulary,
+        out.shape[-1],
+        1 / temperature,
+        told_apart,
+        gradient is not None,
+        stats,
+        BLOCK,
+        num_warps=WARPS,
+    )
     return value, entropy, correct
 
 
 def kl(
-    logits: Tensor, teacher: Tensor, targets: Tensor, temperature: float, reverse: bool, ce_coef: float,
+    logits: Tensor,
+    teacher: Tensor,
+    targets: Tensor,
+    temperature: float,
+    reverse: bool,
+    ce_coef: float,
     gradient: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """Logits of student [n, V] and teacher [n, V'], over the ids that both have -> KL(q, p) or KL(p, q), and the
     log-probabilities of the targets by each, [n]. gradient [n, V] is overwritten with that of (1 - w) KL - w ln q."""
     value, student, theirs = (logits.new_empty(len(logits), dtype=torch.float32) for _ in range(3))
     size, out = min(logits.shape[-1], teacher.shape[-1]), logits if gradient is None else gradient
     _kl[(len(logits),)](
-        logits, teacher, targets, value, student, theirs, out, logits.stride(0), teacher.stride(0), size,
-        out.shape[-1], 1 / temperature, ce_coef, reverse, gradient is not None, BLOCK, num_warps=WARPS,
-    )  # fmt: skip
+        logits,
+        teacher,
+        targets,
+        value,
+        student,
+        theirs,
+        out,
+        logits.stride(0),
+        teacher.stride(0),
+        size,
+        out.shape[-1],
+        1 / temperature,
+        ce_coef,
+        reverse,
+        gradient is not None,
+        BLOCK,
+        num_warps=WARPS,
+    )
     return value, student, theirs

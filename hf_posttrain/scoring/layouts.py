@@ -112,9 +112,7 @@ class Collator:
         examples_of_rows = [_with_pictures(self.examples(row), row.get("images")) for row in rows]
         batch = self.lay_out([example for examples in examples_of_rows for example in examples])
         numbers = [n for n, examples in enumerate(examples_of_rows) for one in examples for _ in one.branches]
-        batch = batch.replace(
-            index=torch.tensor([row.get("index", -1) for row in rows]), row=torch.tensor(numbers)
-        )
+        batch = batch.replace(index=torch.tensor([row.get("index", -1) for row in rows]), row=torch.tensor(numbers))
         if "ref_logps" in rows[0]:
             batch = batch.replace(ref_logps=torch.tensor([row["ref_logps"] for row in rows]))
         return batch

@@ -45,11 +45,26 @@ class InFloat32(TorchFunctionMode):
     """Products, norms and attention in float32, whatever the weights' dtype, autocast or engine: for a check, in which
     rounding would hide a fault. Each weight is cast when it is used; quantised ones keep their own products."""
 
-    FUNCTIONS = frozenset({
-        F.linear, F.conv1d, F.layer_norm, F.rms_norm, F.group_norm, F.scaled_dot_product_attention, torch.matmul,
-        Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.bmm, Tensor.bmm, torch.addmm, torch.baddbmm,
-        torch.einsum,
-    })  # fmt: skip
+    FUNCTIONS = frozenset(
+        {
+            F.linear,
+            F.conv1d,
+            F.layer_norm,
+            F.rms_norm,
+            F.group_norm,
+            F.scaled_dot_product_attention,
+            torch.matmul,
+            Tensor.matmul,
+            Tensor.__matmul__,
+            torch.mm,
+            Tensor.mm,
+            torch.bmm,
+            Tensor.bmm,
+            torch.addmm,
+            torch.baddbmm,
+            torch.einsum,
+        }
+    )
     CASTS = frozenset({Tensor.to, Tensor.bfloat16, Tensor.half, Tensor.type_as})
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:

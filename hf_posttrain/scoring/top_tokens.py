@@ -33,9 +33,16 @@ class TopTokens:
 
 
 def top_k(
-    function: Callable[[Tensor, Tensor], Tensor], ids: Tensor, logps: Tensor, targets: Tensor, temperature: float,
-    vocabulary: int, *, ce_coef: float = 0.0, teacher: Tensor | None = None,
-) -> TileFunction:  # fmt: skip
+    function: Callable[[Tensor, Tensor], Tensor],
+    ids: Tensor,
+    logps: Tensor,
+    targets: Tensor,
+    temperature: float,
+    vocabulary: int,
+    *,
+    ce_coef: float = 0.0,
+    teacher: Tensor | None = None,
+) -> TileFunction:
     """A divergence where all tokens outside the teacher's top K are one: a lower bound of that over all, never below 0.
 
     ids, logps: [N, K], the log-probabilities at this temperature; vocabulary: the number of ids that both models have;

@@ -64,9 +64,7 @@ class CrossTokenizerTeacher:
 
     name = ""
 
-    def __init__(
-        self, teacher: Any, aligner: Aligner, eos: MergedEOS, ends: list[int], device: torch.device
-    ):
+    def __init__(self, teacher: Any, aligner: Aligner, eos: MergedEOS, ends: list[int], device: torch.device):
         """teacher: a `LocalTeacher` or a `ServedTeacher`. eos: of the student. ends: of the teacher's answers."""
         ids, their_ids = shared_ids(aligner.mine, aligner.theirs)
         first = eos.ids[:1].tolist() or aligner.ends[:1]  # which rows end with

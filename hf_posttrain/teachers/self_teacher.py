@@ -152,6 +152,7 @@ def _weight_pairs(teacher: nn.Module, policy: nn.Module) -> dict[str, tuple[Tens
 
 def _adapter_pairs(policy: nn.Module, copied: Any) -> dict[str, tuple[Tensor, Tensor]]:
     mine = dict(forward.unwrapped(policy).named_parameters())
-    of_copy = {name.replace(f".{COPY}", f".{copied.trained}"): weight for name, weight in mine.items()
-               if f".{COPY}" in name}  # fmt: skip
+    of_copy = {
+        name.replace(f".{COPY}", f".{copied.trained}"): weight for name, weight in mine.items() if f".{COPY}" in name
+    }
     return {name: (weight, mine[name]) for name, weight in of_copy.items() if name in mine}

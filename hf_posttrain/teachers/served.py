@@ -149,8 +149,10 @@ class ServedTeacher:
 
         def ask() -> list[Tensor]:
             [rows] = self._scores([batch], 0, ends)
-            own = [[row[end] for end in ends] if token in ends else [row[token]]
-                   for row, token in zip(rows, tokens, strict=True)]  # fmt: skip
+            own = [
+                [row[end] for end in ends] if token in ends else [row[token]]
+                for row, token in zip(rows, tokens, strict=True)
+            ]
             return [torch.tensor(each).logsumexp(0) for each in own]
 
         return torch.stack(together(ask)).to(batch.input_ids.device)
@@ -211,9 +213,17 @@ class ServedTeacher:
         except ServerError as error:
             hint = f": start it with --max-logprobs {k}, or lower teacher.top_k" if error.status == 400 and k else ""
             raise ServerError(f"{error}{hint}", error.status) from error
-        told = together(lambda: self.server.post("/v1/completions", {
-            "model": self.model, "prompt": TRIED, "max_tokens": 1, "return_token_ids": True,
-        })["choices"][0].get("prompt_token_ids"))  # fmt: skip
+        told = together(
+            lambda: self.server.post(
+                "/v1/completions",
+                {
+                    "model": self.model,
+                    "prompt": TRIED,
+                    "max_tokens": 1,
+                    "return_token_ids": True,
+                },
+            )["choices"][0].get("prompt_token_ids")
+        )
         if told not in (None, ids):
             read = f"{self.server.url} reads {TRIED!r} as ids {told}, and {self.section.name_or_path} has {ids}"
             raise InputError(f"{self.key_of_url}: {read}: name the tokenizer of the model that it serves")

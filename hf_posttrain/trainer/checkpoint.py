@@ -62,8 +62,10 @@ def complete_or_invisible(trainer: Any) -> Iterator[str]:
         new = run / SAVING / name
         files = {str(file.relative_to(new)): fingerprint(file) for file in new.rglob("*") if _is_read(file)}
         state.stateful_callbacks[LAUNCH] = launched(trainer) | {
-            "files": files, "run": trainer.described, "wandb": reporters.wandb_id(),
-        }  # fmt: skip
+            "files": files,
+            "run": trainer.described,
+            "wandb": reporters.wandb_id(),
+        }
         state.save_to_json(str(new / "trainer_state.json"))
         # a kill at any moment leaves whole folders: one is renamed in, and renamed away before it is deleted
         if (run / name).exists():  # the same step of an earlier run
@@ -191,9 +193,10 @@ def damaged(folder: Path) -> list[str]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return ["trainer_state.json"]
     found = [
-        f"the whole of {name}" for name, then in files.items()
+        f"the whole of {name}"
+        for name, then in files.items()
         if not (file := folder / name).is_file() or (file.suffix in _TENSORS and fingerprint(file) != then)
-    ]  # fmt: skip
+    ]
     unread = [str(file.relative_to(folder)) for file in sorted(folder.rglob("*")) if not _is_readable(file)]
     return list(dict.fromkeys(found + [f"a readable {name}" for name in unread if f"the whole of {name}" not in found]))
 
@@ -265,7 +268,9 @@ def obstacles(trainer: Any, checkpoint: Path) -> Iterator[str]:
     now_run = dict(trainer.described)
     if Path(trainer.scored[0].config.name_or_path) == checkpoint:
         now_run.pop("start_weights", None)  # the model was loaded from the checkpoint, which has them anyway
-    if found := run_fingerprint.differences(then.get("run", {}), now_run, trainer.args.resume_despite, trainer.method.groups):
+    if found := run_fingerprint.differences(
+        then.get("run", {}), now_run, trainer.args.resume_despite, trainer.method.groups
+    ):
         lines, sections = list(found.values()), dict.fromkeys(key.partition(".")[0] for key in found)
         way = f"{restart}, or set train.resume_despite: [{named(sections)}]"
         if fixed := [key for key in found if key in run_fingerprint.IN_STATE]:

@@ -28,9 +28,20 @@ from .renamed_options import warn_of_old_names, with_new_names
 logger = logging.getLogger(__name__)
 _FALLING = re.compile(r"loss$|divergence|perplexity|\b(\w+_)?(kl|ce|nll)\b")  # metrics of which less is better
 _READ_AT_ONCE = {
-    "accelerator_config", "bf16", "ddp_backend", "deepspeed", "fp16", "fsdp", "fsdp_config", "parallelism_config",
-    "tf32", "torch_compile", "torch_compile_backend", "torch_compile_mode", "use_cpu",
-}  # fmt: skip
+    "accelerator_config",
+    "bf16",
+    "ddp_backend",
+    "deepspeed",
+    "fp16",
+    "fsdp",
+    "fsdp_config",
+    "parallelism_config",
+    "tf32",
+    "torch_compile",
+    "torch_compile_backend",
+    "torch_compile_mode",
+    "use_cpu",
+}
 """Options that transformers and Accelerate read when a Config is made, and not again."""
 SWITCH: dict[str, Any] = {"nargs": "?", "const": True}  # HfArgumentParser takes --bf16 and --bf16 true
 

@@ -74,8 +74,11 @@ class MetricAverager:
         pairs = dict(zip(self.totals, totals.sum(0).tolist(), strict=True))
         peaks = dict(zip(self.totals, totals[:, :, 0].amax(0).tolist(), strict=True))
         self.totals = {}
-        return {name: peaks[name] if name in self.largest else total / count
-                for name, (total, count) in pairs.items() if count}  # fmt: skip
+        return {
+            name: peaks[name] if name in self.largest else total / count
+            for name, (total, count) in pairs.items()
+            if count
+        }
 
 
 def _exact(values: Tensor) -> Tensor:

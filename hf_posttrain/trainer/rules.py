@@ -23,29 +23,57 @@ from .renamed_options import RENAMED
 
 SEED = Limit(lambda n: 0 <= n < 2**32, "is no seed: they are 0 to 4294967295")
 LIMITS = {
-    "per_device_train_batch_size": COUNT, "per_device_eval_batch_size": COUNT,
-    "gradient_accumulation_steps": COUNT, "eval_accumulation_steps": COUNT, "dataset_num_proc": COUNT,
-    "torch_empty_cache_steps": COUNT, "dataloader_num_workers": NOT_NEGATIVE, "learning_rate": NOT_NEGATIVE,
-    "weight_decay": NOT_NEGATIVE, "warmup_steps": NOT_NEGATIVE, "max_grad_norm": NOT_NEGATIVE,
-    "neftune_noise_alpha": COEFFICIENT, "router_aux_loss_coef": COEFFICIENT, "adam_epsilon": ABOVE_ZERO,
-    "adam_beta1": BELOW_ONE, "adam_beta2": BELOW_ONE, "seed": SEED, "data_seed": SEED,
+    "per_device_train_batch_size": COUNT,
+    "per_device_eval_batch_size": COUNT,
+    "gradient_accumulation_steps": COUNT,
+    "eval_accumulation_steps": COUNT,
+    "dataset_num_proc": COUNT,
+    "torch_empty_cache_steps": COUNT,
+    "dataloader_num_workers": NOT_NEGATIVE,
+    "learning_rate": NOT_NEGATIVE,
+    "weight_decay": NOT_NEGATIVE,
+    "warmup_steps": NOT_NEGATIVE,
+    "max_grad_norm": NOT_NEGATIVE,
+    "neftune_noise_alpha": COEFFICIENT,
+    "router_aux_loss_coef": COEFFICIENT,
+    "adam_epsilon": ABOVE_ZERO,
+    "adam_beta1": BELOW_ONE,
+    "adam_beta2": BELOW_ONE,
+    "seed": SEED,
+    "data_seed": SEED,
     "max_steps": Limit(lambda n: n == -1 or n > 0, "trains nothing: steps to train, or -1 for num_train_epochs"),
     "max_length": Limit(lambda n: n >= 2, "is too short: a prompt and a completion need 2 tokens at least"),
-}  # fmt: skip
+}
 """Option of every method -> what its number must keep to; null is always allowed."""
 _LOG_LEVELS = ("debug", "detail", "info", "warning", "error", "critical", "passive")
 REPORTERS: dict[str, tuple[str, ...]] = {
-    "azure_ml": ("azureml",), "clearml": ("clearml",), "codecarbon": ("codecarbon",), "comet_ml": ("comet_ml",),
-    "dagshub": ("dagshub",), "dvclive": ("dvclive",), "flyte": ("flytekit",), "kubeflow": (), "mlflow": ("mlflow",),
-    "neptune": ("neptune",), "swanlab": ("swanlab",), "tensorboard": ("tensorboard", "tensorboardX"),
-    "trackio": ("trackio",), "wandb": ("wandb",),
-}  # fmt: skip
+    "azure_ml": ("azureml",),
+    "clearml": ("clearml",),
+    "codecarbon": ("codecarbon",),
+    "comet_ml": ("comet_ml",),
+    "dagshub": ("dagshub",),
+    "dvclive": ("dvclive",),
+    "flyte": ("flytekit",),
+    "kubeflow": (),
+    "mlflow": ("mlflow",),
+    "neptune": ("neptune",),
+    "swanlab": ("swanlab",),
+    "tensorboard": ("tensorboard", "tensorboardX"),
+    "trackio": ("trackio",),
+    "wandb": ("wandb",),
+}
 """What transformers reports to, and the packages of which it needs one."""
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs", "lite")
 CHECKPOINTING = {
-    "context_fn", "debug", "determinism_check", "early_stop", "every_n_layers", "offload", "preserve_rng_state",
+    "context_fn",
+    "debug",
+    "determinism_check",
+    "early_stop",
+    "every_n_layers",
+    "offload",
+    "preserve_rng_state",
     "use_reentrant",
-}  # fmt: skip
+}
 LIGER_HEADS = ("fused_linear_cross_entropy", "cross_entropy")  # what Liger would do of the head
 WEIGHTS_ALONE = "resume_from_checkpoint: with save_only_model: true there is no optimizer state to resume: drop either"
 _ROUNDS = "it rounds the weights themselves, which then train on so; under bf16 evaluation is in bf16 anyway"
@@ -234,12 +262,24 @@ def _renamed() -> dict[str, Any]:
 
 
 _OF_TRL = {  # a method of ours -> those of TRL's trainers in whose place it is
-    "losses": {"_compute_loss", "get_batch_loss_metrics", "concatenated_forward", "get_batch_logps", "dpo_loss",
-               "kto_loss", "bco_loss", "cpo_loss", "odds_ratio_loss", "generalized_jsd_loss", "compute_ref_log_probs",
-               "_precompute_ref_logps", "_compute_kl_logps"},
+    "losses": {
+        "_compute_loss",
+        "get_batch_loss_metrics",
+        "concatenated_forward",
+        "get_batch_logps",
+        "dpo_loss",
+        "kto_loss",
+        "bco_loss",
+        "cpo_loss",
+        "odds_ratio_loss",
+        "generalized_jsd_loss",
+        "compute_ref_log_probs",
+        "_precompute_ref_logps",
+        "_compute_kl_logps",
+    },
     "prepare": {"_prepare_dataset", "tokenize_row", "build_tokenized_answer", "concatenated_inputs"},
     "generate": {"generate_on_policy_outputs", "_generate_and_score_completions"},
-}  # fmt: skip
+}
 
 
 def instead_of(name: str, reader: str, owner: str = "") -> str | None:

@@ -134,11 +134,12 @@ def differences(
     allowed = set(listed(despite)) - IN_STATE
     then = _with_groups(then, groups)
     return {
-        key: f"{key}: then {shown(before)}, now {shown(after)}" for key, before, after in _differing(then, now)
+        key: f"{key}: then {shown(before)}, now {shown(after)}"
+        for key, before, after in _differing(then, now)
         if not {key, key.partition(".")[0]} & allowed
         and key not in HARMLESS_PARTS
         and not (key == "second_model" and None in (before, after))  # its scores came from the cache
-    }  # fmt: skip
+    }
 
 
 def _with_groups(then: Mapping[str, Any], groups: Mapping[str, OptionGroup]) -> Mapping[str, Any]:

@@ -94,29 +94,59 @@ def make_rows() -> dict[str, list[dict[str, Any]]]:
 
 def tokenizer_files() -> dict[str, dict[str, Any]]:
     """A tokenizer of single characters, and ` #### ` as one token."""
-    special = [{"id": n, "content": VOCABULARY[n], "single_word": False, "lstrip": False, "rstrip": False,
-                "normalized": False, "special": True} for n in (0, 1)]  # fmt: skip
+    special = [
+        {
+            "id": n,
+            "content": VOCABULARY[n],
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": True,
+        }
+        for n in (0, 1)
+    ]
     tokenizer = {
-        "version": "1.0", "truncation": None, "padding": None, "added_tokens": special, "normalizer": None,
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": special,
+        "normalizer": None,
         "pre_tokenizer": {"type": "Split", "pattern": {"Regex": " #### |."}, "behavior": "Isolated", "invert": False},
         "post_processor": None,
         "decoder": {"type": "Fuse"},
         "model": {"type": "WordLevel", "vocab": {token: n for n, token in enumerate(VOCABULARY)}, "unk_token": "<pad>"},
-    }  # fmt: skip
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "<pad>", "eos_token": "<eos>",
-              "clean_up_tokenization_spaces": False, "model_max_length": 64}  # fmt: skip
+    }
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "pad_token": "<pad>",
+        "eos_token": "<eos>",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 64,
+    }
     return {"tokenizer.json": tokenizer, "tokenizer_config.json": config}
 
 
 def model_config(hidden: int, layers: int, heads: int) -> dict[str, Any]:
     """A small Qwen3."""
     return {
-        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": len(VOCABULARY),
-        "hidden_size": hidden, "num_hidden_layers": layers, "intermediate_size": 3 * hidden,
-        "num_attention_heads": heads, "num_key_value_heads": heads, "head_dim": hidden // heads,
-        "max_position_embeddings": 64, "rope_theta": 10000.0, "tie_word_embeddings": True, "rms_norm_eps": 1e-6,
-        "pad_token_id": 0, "eos_token_id": 1, "initializer_range": 0.05,
-    }  # fmt: skip
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": len(VOCABULARY),
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "intermediate_size": 3 * hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "head_dim": hidden // heads,
+        "max_position_embeddings": 64,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+        "rms_norm_eps": 1e-6,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+        "initializer_range": 0.05,
+    }
 
 
 def write(folder: Path) -> None:

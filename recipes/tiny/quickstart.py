@@ -151,8 +151,10 @@ def table(done: list[Stage]) -> str:
     lines = ["stage          before   after   seconds   training  evaluation  rest", "-" * 67]
     for s in done:
         rest = s.seconds - s.training - s.evaluation
-        lines.append(f"{s.title:<14} {s.before:>6.1%}  {s.after:>6.1%}  {s.seconds:>8.0f}   {s.training:>8.0f}"
-                     f"  {s.evaluation:>10.0f}  {rest:>4.0f}")  # fmt: skip
+        lines.append(
+            f"{s.title:<14} {s.before:>6.1%}  {s.after:>6.1%}  {s.seconds:>8.0f}   {s.training:>8.0f}"
+            f"  {s.evaluation:>10.0f}  {rest:>4.0f}"
+        )
     return "\n".join(lines)
 
 

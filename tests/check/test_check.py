@@ -465,7 +465,6 @@ def test_a_probe_sees_rollouts_of_another_distribution(folder, monkeypatch):
     assert any("standard errors from what the student would sample: what samples them has other" in w for w in warnings)
 
 
-
 def test_probe_runs_the_longest_rows_for_real_and_leaves_nothing(folder, monkeypatch):
     write_rows(folder / "rows.jsonl", [{"prompt": "p" * n, "completion": "c"} for n in (3, 40, 7, 30, 5)])
     before = sorted(folder.rglob("*"))
@@ -563,7 +562,6 @@ def rows_of(batch, n):
     start = int(batch["position_ids"].flatten()[first])
     prompt = flat[first - start : first + 1]
     return {"ids": torch.cat([prompt, targets])[None], "start": start + 1}
-
 
 
 @pytest.mark.parametrize(

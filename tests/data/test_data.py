@@ -656,6 +656,7 @@ def test_the_name_of_a_file_is_no_pattern(name, matched, tmp_path):
 
 def test_sources_that_are_mixed_are_read_from_the_same_columns(tmp_path):
     """What all methods leave unread may differ, and system and tools; what one source alone has is not dropped."""
+
     def mixed(*rows, method="sft"):
         sources = [source(jsonl(tmp_path / f"{n}.jsonl", [row])) for n, row in enumerate(rows)]
         return load(sources, "train", partial(columns_read, method=METHODS[method], config=config()))

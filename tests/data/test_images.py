@@ -149,6 +149,7 @@ def test_only_assistants_are_trained_around_pictures():
 @pytest.mark.parametrize("kind", KINDS)
 def test_tags_of_a_template_are_kept_to_around_pictures(kind):
     """Of a template that writes more into an assistant's turn than it tags."""
+
     def trained(turns, template):
         tokenizer = with_pictures(processor_of(kind))
         tokenizer.chat_template = tokenizer.chat_template.replace("{% for m in messages %}", template)

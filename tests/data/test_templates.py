@@ -244,7 +244,7 @@ def test_templates_that_trl_ships():
                 assert all(each in whole for each in texts), (path.name, what, found)
         assert not any(isinstance(each, str) and each in whole for each in other), (path.name, what, found)
         assert all(each.count(end) <= 1 for each in found), (path.name, what, found)
-        assert "\\\"" not in whole, (path.name, what, found)
+        assert '\\"' not in whole, (path.name, what, found)
         counts["equal"] += 1
     print(f"{len(SHIPPED)} templates, {len(chats)} chats of each: {dict(counts)}, 0 wrong")
     assert counts["equal"] > 2 * counts["refused"]

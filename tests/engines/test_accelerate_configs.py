@@ -310,8 +310,7 @@ def test_recipes_are_refused_before_a_model_is_loaded(monkeypatch, capsys, tmp_p
     model = ["model.name_or_path=recipes/tiny/student", "model.from_scratch=true"]
     assert run.main([recipe, *model, "train.fsdp=true", "train.fsdp_config={version: 1}"]) == 2
     assert capsys.readouterr().err == (
-        "error: fsdp needs a launcher, on one GPU too: torchrun --nproc_per_node N -m hf_posttrain.run"
-        " RECIPE.yaml\n"
+        "error: fsdp needs a launcher, on one GPU too: torchrun --nproc_per_node N -m hf_posttrain.run RECIPE.yaml\n"
     )
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     assert run.main([recipe, *model]) == 2
@@ -520,9 +519,7 @@ def test_torchrun_and_accelerate_launch_train_on_two_processes(tmp_path):
     for launcher, flags in launchers.items():
         size = 64 if launcher == "python" else 32
         out = tmp_path / launcher
-        ended = command(
-            launcher, *flags, *END, f"train.output_dir={out}", f"train.per_device_train_batch_size={size}"
-        )
+        ended = command(launcher, *flags, *END, f"train.output_dir={out}", f"train.per_device_train_batch_size={size}")
         assert (out / "model.safetensors").is_file(), ended.stderr[-3000:]
         log = yaml.safe_load((out / "trainer_state.json").read_text())["log_history"]
         losses.append([entry["loss"] for entry in log if "loss" in entry])

@@ -179,8 +179,10 @@ def sampled(rank, engine, lora):
 @pytest.mark.parametrize(
     ("engine", "lora"),
     [("fsdp2", False)]
-    + [pytest.param(*case, marks=pytest.mark.slow)
-       for case in (("ddp", False), ("fsdp2", True), ("zero2", False), ("zero3", False), ("zero3", True))],
+    + [
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in (("ddp", False), ("fsdp2", True), ("zero2", False), ("zero3", False), ("zero3", True))
+    ],
 )
 def test_ranks_generate_alone_after_one_gather(engine, lora):
     results = on_two(sampled, engine, engine, lora, timeout=120)
@@ -421,7 +423,11 @@ def test_a_teacher_that_is_not_cut_leaves_the_device_after_each_use(offload, tmp
     teacher.to = lambda *where: moves.append(where) or teacher
     config = KDConfig(str(tmp_path), use_cpu=True, report_to="none", save_strategy="no", max_steps=3)
     KDTrainer(
-        tiny_model(), config, train_dataset=token_rows("kd"), processing_class=byte_tokenizer(), teacher_model=teacher,
+        tiny_model(),
+        config,
+        train_dataset=token_rows("kd"),
+        processing_class=byte_tokenizer(),
+        teacher_model=teacher,
         teacher_offload=offload,
     ).train()
     use, away = (config.device, None), ("cpu",)

@@ -159,7 +159,6 @@ def test_a_model_whose_cache_is_wrong_is_refused(monkeypatch):
     model = tiny("llama")
     real = type(model).forward
 
-
     @functools.wraps(real)
     def forgets(self, *args, **kwargs):
         output = real(self, *args, **kwargs)

@@ -18,7 +18,9 @@ from hf_posttrain.scoring.forward import cache_argument
 def captured(monkeypatch):
     """Offer the way on CPU, and list what was captured: the shapes of the tokens and of the mask."""
     found = []
-    monkeypatch.setattr(sampler_selection, "can_replay", lambda model: graphs.takes_mask(model, rollout.growing_cache(model)))
+    monkeypatch.setattr(
+        sampler_selection, "can_replay", lambda model: graphs.takes_mask(model, rollout.growing_cache(model))
+    )
     monkeypatch.setattr(graphs, "CHUNK", 5)
     monkeypatch.setattr(graphs, "MULTIPLE", 2)
 

@@ -261,8 +261,13 @@ def test_a_cached_top_k_teacher(k, tmp_path):
     config = {"divergence": "forward_kl", "temperature": 2.0}
     online = one_step("kd", tiny_model(), token_rows("kd"), tmp_path, second=tiny_model(seed=9), **config)
     cached = one_step(
-        "kd", tiny_model(), token_rows("kd"), tmp_path, second=tiny_model(seed=9),
-        teacher={"top_k": k, "precompute": True}, **config,
+        "kd",
+        tiny_model(),
+        token_rows("kd"),
+        tmp_path,
+        second=tiny_model(seed=9),
+        teacher={"top_k": k, "precompute": True},
+        **config,
     )
     if k == 300:
         assert_same_step(cached, online)

@@ -160,7 +160,9 @@ def test_a_step_with_compiled_layers_is_the_same(method, tmp_path, monkeypatch):
         given = options | {"second": second_model(method, seed=9), "callbacks": [keep]}
         trainer = trainer_for(method, tiny_model(), token_rows(method), tmp_path, **given)
         # of the policy and of a second model
-        compiled = [layer._compiled_call_impl for model in trainer.scored for layer in acceleration.decoder_layers(model)]
+        compiled = [
+            layer._compiled_call_impl for model in trainer.scored for layer in acceleration.decoder_layers(model)
+        ]
         assert len(compiled) >= 2
         assert all((call is not None) == bool(options) for call in compiled)
         trainer.train()

@@ -15,7 +15,8 @@ from hf_posttrain.errors import InputError
 QUICK = ("llama", "qwen3_5_text", "gpt_oss", "deepseek_v3")
 UPSTREAM = {
     "diffllama": ("dropout", "its forward refuses attention_dropout"),
-    "emu3": ("whole", "its text config is none of AutoModelForCausalLM's"), "mllama": ("whole", "the same"),
+    "emu3": ("whole", "its text config is none of AutoModelForCausalLM's"),
+    "mllama": ("whole", "the same"),
     "prophetnet": ("generation: generation", "no trainer takes it; its positions are other ones with a cache"),
     "youtu": ("whole: saved", "loading zeroes the padding token's row of a tied embedding; the file is right"),
     "zaya": ("whole", "its config is validated when it is loaded"),

@@ -269,7 +269,6 @@ def test_each_round_of_training_one_adapter_begins_at_its_own_reference(tmp_path
     assert sorted(policy.peft_config) == ["default", COPY]
 
 
-
 @pytest.mark.parametrize(
     "config",
     [
@@ -591,7 +590,5 @@ def test_a_copy_under_bf16_keeps_its_products_in_bf16_with_the_same_scores(metho
     assert low == {name for name in dtypes if "_proj" in name} | (set() if tied else {"lm_head.weight"})
     batch = trainer._prepare_inputs(trainer.data_collator([trainer.train_dataset[n] for n in range(4)]))
     with torch.no_grad(), trainer.accelerator.autocast():
-        one, other = (
-            scoring.score(model.eval(), batch, LogProb(batch.targets)).value for model in (policy, copied)
-        )
+        one, other = (scoring.score(model.eval(), batch, LogProb(batch.targets)).value for model in (policy, copied))
     assert torch.equal(one, other)

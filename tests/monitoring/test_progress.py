@@ -153,7 +153,9 @@ def test_a_message_stands_above_the_bar(tmp_path, monkeypatch):
 
 def test_other_ranks_show_nothing(tmp_path):
     trainer = trainer_for("sft", tiny_model(), token_rows("sft"), tmp_path, max_steps=2, disable_tqdm=False)
-    bar = next(callback for callback in trainer.callback_handler.callbacks if isinstance(callback, progress.ProgressBar))
+    bar = next(
+        callback for callback in trainer.callback_handler.callbacks if isinstance(callback, progress.ProgressBar)
+    )
     state = TrainerState(max_steps=2, is_world_process_zero=False)
     with on_terminal() as screen:
         bar.on_train_begin(trainer.args, state, trainer.control)

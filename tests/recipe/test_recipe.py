@@ -180,8 +180,10 @@ def test_train_section_is_checked_against_the_config(unchecked, given, message):
         ("", "dpo.yaml: the recipe must be a mapping of keys to values, not null"),
         ("- 1\n", "dpo.yaml: the recipe must be a mapping of keys to values, not [1]"),
         ("a: &a\n  b: *a\n", "contains itself"),
-        ("a: !!int x\n", "dpo.yaml:1: the tag !!int is not read"), ("a: !!timestamp x\n", "tag !!timestamp is not"),
-        ("b: 1\n!!bool x: 1\n", "dpo.yaml:2: the tag !!bool"), ("a: !mine x\n", "the tag !mine is not read"),
+        ("a: !!int x\n", "dpo.yaml:1: the tag !!int is not read"),
+        ("a: !!timestamp x\n", "tag !!timestamp is not"),
+        ("b: 1\n!!bool x: 1\n", "dpo.yaml:2: the tag !!bool"),
+        ("a: !mine x\n", "the tag !mine is not read"),
     ],
 )
 def test_mistakes_in_the_file_name_the_line_and_the_nearest_key(recipe, text, message):

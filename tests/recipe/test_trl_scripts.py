@@ -279,9 +279,7 @@ def test_a_formatting_function_makes_the_text(kind, options):
     written = lambda row: f"{row['question']} {row['answer']}"  # noqa: E731
     shared = {"args": SFTConfig(**options), "processing_class": byte_tokenizer()}
     plain = SFTTrainer(tiny_model(), train_dataset=[{"text": written(row)} for row in rows], **shared)
-    trainer = SFTTrainer(
-        tiny_model(), train_dataset=given, eval_dataset={"a": rows}, formatting_func=written, **shared
-    )
+    trainer = SFTTrainer(tiny_model(), train_dataset=given, eval_dataset={"a": rows}, formatting_func=written, **shared)
     expected = [row["completion_ids"] for row in plain.train_dataset]
     assert [row["completion_ids"] for row in trainer.train_dataset] == expected
     assert [row["completion_ids"] for row in trainer.eval_dataset["a"]] == expected

@@ -115,8 +115,13 @@ def test_losses_are_ranked_only_where_they_measure_the_same(tmp_path, recipe, re
         ({"arguments": {"beta": 1}}, {"arguments": {"beta": 2}}, "beta", True, True),
         ({"teacher": "x"}, {"teacher": "y"}, "their teachers", False, True),
         # from Python, where no recipe says what the data are
-        ({"eval_rows": "8 rows (a)", "recipe": None}, {"eval_rows": "8 rows (b)", "recipe": None},
-         "their evaluation data", False, False),
+        (
+            {"eval_rows": "8 rows (a)", "recipe": None},
+            {"eval_rows": "8 rows (b)", "recipe": None},
+            "their evaluation data",
+            False,
+            False,
+        ),
     ],
 )
 def test_what_marks_are_given_for(first, second, losses, scores, answers, tmp_path):
@@ -195,7 +200,8 @@ def test_hostile_names_are_text(tmp_path):
     [
         (["a"], "compare needs at least two different runs"),
         (["a", "./a"], "compare needs at least two different runs"),
-        (["a", "nowhere"], "there is no folder nowhere"), (["a", "a/recipe.yaml"], "a/recipe.yaml: it is a file: give"),
+        (["a", "nowhere"], "there is no folder nowhere"),
+        (["a", "a/recipe.yaml"], "a/recipe.yaml: it is a file: give"),
         (["a", "empyt"], "there is no folder empyt; did you mean 'empty'?"),
         (["a", "empty"], "empty: no run is in it"),
     ],

@@ -403,7 +403,7 @@ def test_the_card_prompts_a_model_as_it_was_trained(chats, packing, tmp_path):
     report.write(tmp_path)
     text = (tmp_path / "README.md").read_text(encoding="utf-8")
     assert ("add_generation_prompt=True, enable_thinking=False, return_dict=True" in text) is chats
-    assert ("tokenizer(\"A prompt in the form of the training data" in text) is not chats
+    assert ('tokenizer("A prompt in the form of the training data' in text) is not chats
 
 
 @pytest.mark.parametrize(

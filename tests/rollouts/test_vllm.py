@@ -501,8 +501,10 @@ def trained(rank, engine, folder, lora, options):
 @pytest.mark.parametrize(
     ("engine", "lora"),
     [("ddp", False)]
-    + [pytest.param(*case, marks=pytest.mark.slow)
-       for case in (("zero3", True), ("fsdp2", False), ("fsdp2", True), ("zero3", False))],
+    + [
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in (("zero3", True), ("fsdp2", False), ("fsdp2", True), ("zero3", False))
+    ],
 )
 def test_each_rank_gives_its_engine_the_whole_weights(engine, lora, tmp_path):
     first, second = on_two(trained, engine, engine, str(tmp_path), lora, {})
@@ -539,8 +541,10 @@ def test_the_first_rank_sends_and_all_ranks_ask(engine, lora, tmp_path):
         ({"sampler": "vllm_server"}, "sampler requires sampler.base_url of kind vllm_server"),
         ({"sampler": {"kind": "vllm_colocate", "base_url": "http://a:1"}}, "It is an option of vllm_server"),
         ({"sampler": {"kind": "vllm_server", "base_url": "a:1"}}, "sampler.base_url='a:1' is not a URL"),
-        ({"sampler": {"kind": "vllm_server", "base_url": "http://a:1", "gpu_memory_utilization": 0.5}},
-         "sampler.gpu_memory_utilization is not an option of kind vllm_server"),
+        (
+            {"sampler": {"kind": "vllm_server", "base_url": "http://a:1", "gpu_memory_utilization": 0.5}},
+            "sampler.gpu_memory_utilization is not an option of kind vllm_server",
+        ),
         ({"sampler": {"kind": "vllm_colocate", "gpu_memory_utilization": 1.5}}, "gpu_memory_utilization=1.5 is not in"),
         ({"sampler": {"kind": "vllm_colocate", "batch_size": 8}}, "It is an option of policy"),
         ({"sampler": {"kind": "vllm_server", "base_url": 3}}, "sampler.base_url must be a text, not 3"),

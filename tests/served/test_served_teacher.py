@@ -1,6 +1,5 @@
 """A teacher on a real vLLM server: KD and OPD as with the same model alongside."""
 
-
 import pytest
 import torch
 from served_for_tests import served_model

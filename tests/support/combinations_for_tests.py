@@ -1,7 +1,7 @@
 """Recipes drawn at random, of models, teachers, adapters, rows and options that go together mostly.
 
-    make_shelf(folder)          the models, adapters, templates and rows that the recipes name
-    combination(number)         the recipe of this number, a mapping; the same number gives the same recipe
+make_shelf(folder)          the models, adapters, templates and rows that the recipes name
+combination(number)         the recipe of this number, a mapping; the same number gives the same recipe
 """
 
 import json

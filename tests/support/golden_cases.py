@@ -126,9 +126,7 @@ CASES = {
     for layout, lora in itertools.product(LAYOUTS, (False, True))
 }
 """Every variation in every layout, with all weights trained and with LoRA."""
-QUICK = {
-    f"{name}-{LAYOUTS[number % 3]}-{('full', 'lora')[number // 3 % 2]}" for number, name in enumerate(VARIATIONS)
-}
+QUICK = {f"{name}-{LAYOUTS[number % 3]}-{('full', 'lora')[number // 3 % 2]}" for number, name in enumerate(VARIATIONS)}
 """One case of each variation."""
 
 

@@ -1,8 +1,8 @@
 """Folders as runs leave them, written by hand so that every number on a page is known; and a reader of the pages.
 
-    leave_run(folder, ...)  -> the folder, with trainer_state.json and whatever else is given
-    log_of(...)             a log_history: training at every step, evaluation at every tenth
-    Page(text)              the tables, links and text of an HTML page
+leave_run(folder, ...)  -> the folder, with trainer_state.json and whatever else is given
+log_of(...)             a log_history: training at every step, evaluation at every tenth
+Page(text)              the tables, links and text of an HTML page
 """
 
 import json

@@ -1,7 +1,7 @@
 """Tiny models that see, with processors, in the manner of six families; and real pictures.
 
-    seeing(kind) -> (model, tokenizer with what reads pictures), kind one of KINDS
-    pictures()   -> paths of photographs that matplotlib ships, of several sizes
+seeing(kind) -> (model, tokenizer with what reads pictures), kind one of KINDS
+pictures()   -> paths of photographs that matplotlib ships, of several sizes
 """
 
 import functools

@@ -273,8 +273,11 @@ def test_a_served_teacher_with_its_own_tokenizer_is_as_a_local_one(method, other
     ("method", "config", "message"),
     [
         ("opd", {"teacher": {"tokenizer": "x", "top_k": 5}}, "teacher.top_k cannot be combined .* compared by chunks"),
-        ("opd", {"loss_type": "policy_gradient", "reward": {"function": "exact_match"}, "num_generations": 2},
-         "reward cannot be combined with a teacher with its own tokenizer"),
+        (
+            "opd",
+            {"loss_type": "policy_gradient", "reward": {"function": "exact_match"}, "num_generations": 2},
+            "reward cannot be combined with a teacher with its own tokenizer",
+        ),
         ("opd", {"rollouts": "replay"}, "requires tokens that the current policy sampled"),
         ("opd", {"rollouts": "frozen"}, "requires tokens that the current policy sampled"),
         ("opd", {"teacher": {"names": "maths"}}, "teacher.names must be a list of texts or null, not 'maths'"),

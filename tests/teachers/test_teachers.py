@@ -338,8 +338,10 @@ def test_a_section_that_would_be_ignored_is_refused(section, config, message, tm
 
 def test_a_template_that_writes_nothing_or_needs_what_a_row_lacks_is_told(tmp_path):
     rows = [{"prompt": "1+1=", "hint": "even"}, {"prompt": "1+2=", "hint": None}]
-    for template, message in (("{{ hint }}", r"row 1: teacher prompt: 'hint' is undefined"),
-                              ("{% if false %}x{% endif %}", "row 0: teacher prompt: the template writes nothing")):
+    for template, message in (
+        ("{{ hint }}", r"row 1: teacher prompt: 'hint' is undefined"),
+        ("{% if false %}x{% endif %}", "row 0: teacher prompt: the template writes nothing"),
+    ):
         with pytest.raises(InputError, match=message):
             trainer_for("opd", tiny_model(), rows, tmp_path, second=tiny_model(seed=9), teacher={"prompt": template})
 
@@ -392,8 +394,15 @@ def test_a_prompt_of_the_teachers_own_that_is_too_long_is_told(served, tmp_path)
 
 def test_an_answer_of_another_form_is_one_line(served, tmp_path, monkeypatch):
     server, section = served
-    monkeypatch.setattr(server, "scores", lambda prompt, **how: {"token_ids": [0], "prompt_token_ids": prompt,
-                                                                 "prompt_logprobs": [None, *[{"x": {}}] * 99]})
+    monkeypatch.setattr(
+        server,
+        "scores",
+        lambda prompt, **how: {
+            "token_ids": [0],
+            "prompt_token_ids": prompt,
+            "prompt_logprobs": [None, *[{"x": {}}] * 99],
+        },
+    )
     with pytest.raises(InputError, match=r"gives no prompt_logprobs|answered otherwise than vLLM does"):
         trainer_for("opd", tiny_model(), token_rows("opd"), tmp_path, second=section, teacher={"top_k": 4})
 

@@ -1,6 +1,5 @@
 """Groups of options, and their names in the last release."""
 
-
 import dataclasses
 import re
 

@@ -123,7 +123,7 @@ RANDOM = ("per_device_train_batch_size", "gradient_accumulation_steps", "layout"
 
 
 def tried(whole, method, field, tmp_path):
-    """"refused: why" or "equal"; fails where losses or weights differ from those of the uninterrupted run."""
+    """ "refused: why" or "equal"; fails where losses or weights differ from those of the uninterrupted run."""
     dropout = 0.0 if field in RANDOM else 0.1
     now = getattr(build(method, tmp_path / "unused").args, field)
     changed = {} if field == "output_dir" else {field: another(method, field, now)}  # `resume` has another output_dir
@@ -313,6 +313,7 @@ def test_weights_alone_are_not_resumed(tmp_path):
 
 def test_an_adapter_of_another_name_is_resumed_whole_and_not_by_its_weights_alone(tmp_path):
     """PEFT saves it in a folder of its name."""
+
     def named(folder, **options):
         model = peft.get_peft_model(tiny_model(), peft.LoraConfig(r=2, target_modules=["q_proj"]), adapter_name="mine")
         return build("sft", folder, model=model, **options)

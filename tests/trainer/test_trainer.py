@@ -842,8 +842,10 @@ def test_predict_after_evaluate_with_persistent_workers_sees_its_own_rows(tmp_pa
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "adapted", "warns"),
-    [("bfloat16", False, True), *(pytest.param(*case, False, marks=pytest.mark.slow)
-                                  for case in (("float32", False), ("bfloat16", True)))],
+    [
+        ("bfloat16", False, True),
+        *(pytest.param(*case, False, marks=pytest.mark.slow) for case in (("float32", False), ("bfloat16", True))),
+    ],
 )
 def test_bfloat16_fully_trained_warns_with_the_reason(dtype, adapted, warns, tmp_path, caplog):
     lora = peft.LoraConfig(target_modules="all-linear") if adapted else None

@@ -1,8 +1,8 @@
 """Judges: each gives every answer of a question a score, of which more is better, or None where it could not judge.
 
-    functions   exact match, and functions of the user's
-    models      a reward model; a teacher's log-probability per token
-    server      a language model behind an OpenAI-compatible server, pairwise in both orders
+functions   exact match, and functions of the user's
+models      a reward model; a teacher's log-probability per token
+server      a language model behind an OpenAI-compatible server, pairwise in both orders
 """
 
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,10 @@ def make_judge(section: Any, tokenizer: Any = None, device: "torch.device | str"
     from .server import ServerJudge
 
     kinds: dict[str, Any] = {
-        "exact_match": FunctionJudge, "function": FunctionJudge, "model": RewardModel, "teacher": TeacherJudge,
+        "exact_match": FunctionJudge,
+        "function": FunctionJudge,
+        "model": RewardModel,
+        "teacher": TeacherJudge,
         "url": ServerJudge,
-    }  # fmt: skip
+    }
     return kinds[section.by](section, tokenizer, device)

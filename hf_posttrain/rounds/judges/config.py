@@ -20,9 +20,11 @@ MODELS = ("model", "teacher")
 """Kinds of judges that are models, loaded here."""
 _SHOWN = ("prompt", "reference", "first", "second")  # what a question may read
 _NAMES = {  # kind of judge -> what `name` is
-    "function": "package.module:name of a function", "model": "the folder or hub name of a reward model",
-    "teacher": "the folder or hub name of a model", "url": "a server's URL, such as http://localhost:8000",
-}  # fmt: skip
+    "function": "package.module:name of a function",
+    "model": "the folder or hub name of a reward model",
+    "teacher": "the folder or hub name of a model",
+    "url": "a server's URL, such as http://localhost:8000",
+}
 
 
 @dataclass

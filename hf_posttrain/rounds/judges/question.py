@@ -66,9 +66,11 @@ def answer_row(
     where that is another text."""
     stopped, (prompt, more) = ids[-1] in ends, _asked(row, tokenizer)
     made = {
-        "prompt": tokenizer.decode(row["prompt_ids"]), "completion": tokenizer.decode(ids[:-1] if stopped else ids),
-        "stopped": stopped, **({} if isinstance(prompt, str) else {"messages": prompt, **more}),
-    }  # fmt: skip
+        "prompt": tokenizer.decode(row["prompt_ids"]),
+        "completion": tokenizer.decode(ids[:-1] if stopped else ids),
+        "stopped": stopped,
+        **({} if isinstance(prompt, str) else {"messages": prompt, **more}),
+    }
     if isinstance(prompt, str) and prompt != made["prompt"]:
         made["asked"] = prompt
     if (answer := tokenizer.decode(ids, skip_special_tokens=True)) != made["completion"]:
