@@ -43,7 +43,8 @@ class Costs:
 
 def of_row(costs: Costs, method: str, row: dict[str, Any], cached: bool) -> float:
     """FLOPs that a prepared row is worth; `completion` (a number) stands for the length of an OPD rollout."""
-    prompt, second = len(row["prompt_ids"]), 0 if cached else 1
+    prompt = len(row["prompt_ids"])
+    second = 0 if cached else 1
     if method == "dpo":
         answers = len(row["chosen_ids"]), len(row["rejected_ids"])
         return (costs.backward + second) * costs.forward(prompt, *answers)

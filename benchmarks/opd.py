@@ -30,7 +30,8 @@ from recipes.tiny.make_data import solution
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ROOT / "recipes" / "tiny"
-STEPS, ROLLOUTS = 400, 64
+STEPS = 400
+ROLLOUTS = 64
 """Optimizer steps of a run, and rollouts of each."""
 EVALUATIONS = 4
 DIVERSE = 16
@@ -268,7 +269,8 @@ def train(given: argparse.Namespace, recipe: str, folder: Path, overrides: Seque
         return
     module = ["-m", "hf_posttrain.run"]
     if recipe == "without_tail":
-        module, recipe = ["-m", "benchmarks.opd_without_tail"], "opd"
+        module = ["-m", "benchmarks.opd_without_tail"]
+        recipe = "opd"
     if given.fast:
         overrides = [*overrides, "train.max_steps=2", "train.eval_steps=1", "data.eval.limit=8", "data.train.limit=128"]
     start = time.perf_counter()
@@ -290,7 +292,8 @@ def prepare(given: argparse.Namespace, seed: int, kind: str) -> None:
             overrides[0] = f"model.name_or_path={write_bpe_shape(home / 'teacher_shape')}"
             overrides.append("train.max_steps=1200")
         if end:
-            shape, rows = write_shape(home / f"{name}_shape", name, end), home / f"{name}.jsonl"
+            shape = write_shape(home / f"{name}_shape", name, end)
+            rows = home / f"{name}.jsonl"
             write_rows_that_go_on(rows, TINY / {"student": "few.jsonl", "teacher": "train.jsonl"}[name], seed)
             overrides += [f"model.name_or_path={shape}", f"data.train.path={rows}"]
         train(given, f"sft_{name}", home / name, overrides)
@@ -332,7 +335,8 @@ def write_told_rows(file: Path, seed: int) -> None:
     the shape of a solution, so that nothing of additions is learned from them."""
     draw = random.Random(seed)
     rows = [json.loads(line) for line in (TINY / "few.jsonl").read_text(encoding="utf-8").splitlines()]
-    rows, told = rows[:KNOWN] * 2, []
+    rows = rows[:KNOWN] * 2
+    told = []
     for row in rows * 4:
         made = "".join(draw.choice("0123456789") if c.isdigit() else c for c in row["completion"])
         told.append({"prompt": f"{made}={draw.randrange(100, 1000)}+{draw.randrange(100, 1000)}=", "completion": made})
@@ -353,7 +357,8 @@ def write_bpe_shape(folder: Path) -> Path:
     backend.train_from_iterator([row["prompt"] + row["completion"] for row in rows], trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>")
     config = AutoConfig.from_pretrained(TINY / "teacher")
-    config.vocab_size, config.eos_token_id = len(tokenizer), tokenizer.eos_token_id
+    config.vocab_size = len(tokenizer)
+    config.eos_token_id = tokenizer.eos_token_id
     tokenizer.save_pretrained(folder)
     config.save_pretrained(folder)
     return folder
@@ -361,7 +366,8 @@ def write_bpe_shape(folder: Path) -> Path:
 
 def write_rows_that_go_on(file: Path, source: Path, seed: int) -> None:
     """The rows of `source`; GOES_ON of them say the sum again behind it, and so on."""
-    draw, lines = random.Random(seed), []
+    draw = random.Random(seed)
+    lines = []
     for row in map(json.loads, source.read_text(encoding="utf-8").splitlines()):
         total = row["completion"].split()[-1]
         while draw.random() < GOES_ON and len(row["completion"]) < 40:
@@ -373,10 +379,12 @@ def write_rows_that_go_on(file: Path, source: Path, seed: int) -> None:
 
 def write_shape(folder: Path, name: str, end: str) -> Path:
     """recipes/tiny/`name` with a token more, of which one ends: tokenizer and config."""
-    tokenizer, config = AutoTokenizer.from_pretrained(TINY / name), AutoConfig.from_pretrained(TINY / name)
+    tokenizer = AutoTokenizer.from_pretrained(TINY / name)
+    config = AutoConfig.from_pretrained(TINY / name)
     tokenizer.add_special_tokens({"additional_special_tokens": [ENDS[1]]})
     tokenizer.eos_token = end
-    config.vocab_size, config.eos_token_id = len(tokenizer), tokenizer.eos_token_id
+    config.vocab_size = len(tokenizer)
+    config.eos_token_id = tokenizer.eos_token_id
     tokenizer.save_pretrained(folder)
     config.save_pretrained(folder)
     return folder
@@ -384,7 +392,8 @@ def write_shape(folder: Path, name: str, end: str) -> Path:
 
 def result_of(given: argparse.Namespace, setting: Setting, seed: int) -> Result:
     """What a setting's run with this seed came to; it is trained where it is not there."""
-    home, steps = given.out / f"models{setting.models}_{seed}", setting.steps
+    home = given.out / f"models{setting.models}_{seed}"
+    steps = setting.steps
     if setting.seconds_of:
         settings = next(settings for _, settings in EXPERIMENTS.values() if setting in settings.values())
         asked, pace = (result_of(given, settings[str(name)], seed) for name in (setting.seconds_of, setting.pace_of))

@@ -17,7 +17,8 @@ def without_tail(ids, logps, targets, temperature, vocabulary, *, teacher):  # t
 
     def value(logits, rows):  # type: ignore[no-untyped-def]
         q = torch.log_softmax(at_temperature(logits[:, :vocabulary], temperature), dim=-1)
-        top, own = q.gather(-1, ids[rows]), q.gather(-1, targets[rows, None])[:, 0]
+        top = q.gather(-1, ids[rows])
+        own = q.gather(-1, targets[rows, None])[:, 0]
         found = (top.exp() * (top - logps[rows])).sum(-1)
         return found, {"divergence": found, "student": own, "teacher": teacher[rows]}
 

@@ -5,7 +5,8 @@
 
 Both as DPO has them, forward and backward of the policy in float32: time of a step and bytes that the backward keeps,
 by layout, and by how much the log-probability of an answer is another than in the padded layout. Layouts take turns;
-the time is the median. Gradients are compared in tests/scoring/test_recurrent_segments.py and tests/methods/test_pictures.py.
+the time is the median. Gradients are compared in tests/scoring/test_recurrent_segments.py and
+tests/methods/test_pictures.py.
 """
 
 import argparse
@@ -32,7 +33,8 @@ from hf_posttrain.scoring.vision_inputs import VisionInputs
 tf: Any = transformers  # its classes come lazily
 
 LAYOUTS = ("padded", "packed", "shared")
-WIDTH, SECTIONS = 512, [12, 10, 10]  # of the language model, and of its rotary frequencies for time, height and width
+WIDTH = 512
+SECTIONS = [12, 10, 10]  # of the language model, and of its rotary frequencies for time, height and width
 TEXT: dict[str, Any] = {
     "hidden_size": WIDTH,
     "num_hidden_layers": 8,
@@ -43,7 +45,8 @@ TEXT: dict[str, Any] = {
     "vocab_size": 32768,
     "max_position_embeddings": 4096,
 }
-PLACE, END = 5, 6  # token ids: of a picture's features, and of everything else that is special
+PLACE = 5
+END = 6  # token ids: of a picture's features, and of everything else that is special
 
 
 def hybrid(answer: int) -> tuple[Any, list[Example], Any]:

@@ -20,7 +20,9 @@ from typing import Any
 
 from benchmarks.opd import TINY, each, prepare, train
 
-ROUNDS, ANSWERS, PASSES = 3, 8, 2
+ROUNDS = 3
+ANSWERS = 8
+PASSES = 2
 """Rounds, answers to each problem in each, and passes over their rows."""
 METHODS = {
     "SFT on the best answer": "",
@@ -77,7 +79,8 @@ def folder_of(given: argparse.Namespace, name: str, seed: int) -> Path:
 
 def run(given: argparse.Namespace, name: str, seed: int) -> None:
     """Train a setting with a seed, unless it is there."""
-    home, (recipe, overrides) = given.out / f"models_{seed}", settings()[name]
+    home = given.out / f"models_{seed}"
+    (recipe, overrides) = settings()[name]
     given_models = [f"model.name_or_path={home / 'student'}", f"train.seed={seed}"]
     given_models += [f"teacher.name_or_path={home / 'teacher'}"] if recipe == "opd" else []
     if given.fast and recipe == "rounds":

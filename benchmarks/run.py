@@ -47,7 +47,9 @@ def main() -> int:
     methods = CASES if given.method in ("all", "each") else [given.method]
     cases = [case for method in methods for case in CASES[method][: 1 if given.method == "each" else None]]
     given.out.parent.mkdir(parents=True, exist_ok=True)
-    results, failed, page = {}, 0, ""
+    results = {}
+    failed = 0
+    page = ""
     with tempfile.TemporaryDirectory() as scratch:
         write_model(Path(scratch), given.data, given.shape, given.vocabulary)
         for case in cases:

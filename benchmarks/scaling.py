@@ -94,12 +94,14 @@ def measure(given: dict[str, Any], size: dict[str, int]) -> dict[str, float]:
     forward.enable_scoring(model)
     choose_attention(model, torch.device(given["device"]))
     lengths = [[size["length"] // 2] * (1 + size["branches"])] * size["rows"]
-    layout, multiple = choose_layout([model], "auto"), row_multiple([model])
+    layout = choose_layout([model], "auto")
+    multiple = row_multiple([model])
     batch = random_batch(lengths, size["vocabulary"], layout, given["device"], multiple)
     weights = torch.ones(len(batch["scored"]), device=given["device"])
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    before, seconds = memory(given["device"]), []
+    before = memory(given["device"])
+    seconds = []
     for _ in range(given["repeats"] + 1):
         wait(given["device"])
         start = time.perf_counter()

@@ -50,7 +50,8 @@ def ours(spec: dict[str, Any], rows: list[dict], **given: Any) -> Any:
     """The trainer of hf_posttrain."""
     import hf_posttrain
 
-    method, longest = spec["method"], spec.get("new_tokens", NEW_TOKENS)
+    method = spec["method"]
+    longest = spec.get("new_tokens", NEW_TOKENS)
     options: dict[str, Any] = {"max_length": spec["max_length"]}
     options |= {"precompute_ref_log_probs": True} if spec["variant"] == "cached" else {}
     options |= {"packing": True} if spec["variant"] == "packed" else {}
@@ -75,7 +76,9 @@ def trl(spec: dict[str, Any], rows: list[dict], **given: Any) -> Any:
     import trl
     from trl.experimental import gkd
 
-    method, name, longest = spec["method"], spec["method"].upper(), spec.get("new_tokens", NEW_TOKENS)
+    method = spec["method"]
+    name = spec["method"].upper()
+    longest = spec.get("new_tokens", NEW_TOKENS)
     module: Any = trl
     options: dict[str, Any] = {"max_length": spec["max_length"]}
     options |= {"precompute_ref_log_probs": True} if spec["variant"] == "cached" else {}
@@ -83,13 +86,15 @@ def trl(spec: dict[str, Any], rows: list[dict], **given: Any) -> Any:
     if method in ("kd", "opd"):
         given["teacher_model"] = build_model(spec, seed=1)
     if method == "kd":
-        module, name = gkd, "GKD"
+        module = gkd
+        name = "GKD"
         options |= {"lmbda": 0.0, "beta": 0.0, "temperature": 1.0}
         roles = (("user", "prompt"), ("assistant", "completion"))
         rows = [{"messages": [{"role": role, "content": row[column]} for role, column in roles]} for row in rows]
     elif method == "opd":
         given["model"].generation_config.eos_token_id = ends(given["model"].config.vocab_size)
-        name, options = "Distillation", {"max_completion_length": longest, "beta": 1.0, "shuffle_dataset": False}
+        name = "Distillation"
+        options = {"max_completion_length": longest, "beta": 1.0, "shuffle_dataset": False}
     elif method in ("dpo", "kto") and spec["variant"] != "cached" and not spec["lora"]:
         given["ref_model"] = build_model(spec, seed=0)  # it would load the reference by name
     if spec["compile"]:

@@ -23,14 +23,16 @@ from .setting import build_model
 from .sides import SIDES
 
 GB = 2**30
-TOLERANCE, HALF_TOLERANCE = 1e-4, 1e-3
+TOLERANCE = 1e-4
+HALF_TOLERANCE = 1e-3
 """Relative, of the first loss to the plain computation: in float32, and in bf16. With random weights targets that are
 shifted by one change the loss by 1.3e-3 or more, and bf16 by 2e-4."""
 PREFERENCE_TOLERANCE = 2e-2
 """The same of DPO and KTO in bf16, whose losses depend on sums over an answer."""
 PACKED_TOLERANCE = 5e-2
 """The same for packed rows of the other side, whose first step holds other rows."""
-ANSWERS, ANSWER_IDS = ("completion", "chosen", "rejected"), ("completion_ids", "chosen_ids", "rejected_ids")
+ANSWERS = ("completion", "chosen", "rejected")
+ANSWER_IDS = ("completion_ids", "chosen_ids", "rejected_ids")
 Document = tuple[list[int], list[int]]
 """The token ids of a prompt and of its answer."""
 
@@ -42,7 +44,8 @@ class Clock(TrainerCallback):
     """
 
     def __init__(self, device: str, warm_up: int) -> None:
-        self.device, self.warm_up = device, warm_up
+        self.device = device
+        self.warm_up = warm_up
         self.ends: dict[int, float] = {}
         self.tokens: torch.Tensor | int = 0
         self.steps = 0
@@ -90,9 +93,11 @@ def measure(spec: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
 
     Raises RuntimeError if the first loss is not the one that the plain computation gives.
     """
-    device, clock = spec["device"], Clock(spec["device"], spec.get("warm_up", 1))
+    device = spec["device"]
+    clock = Clock(spec["device"], spec.get("warm_up", 1))
     avoid_cudnn(torch.device(device))  # for both sides: it plans attention anew for each shape
-    tokenizer, expected = AutoTokenizer.from_pretrained(spec["folder"]), None
+    tokenizer = AutoTokenizer.from_pretrained(spec["folder"])
+    expected = None
     # on a GPU before Liger changes the models' classes; on CPU after the run, whose peak memory it would be
     if device == "cuda" and spec["variant"] != "packed":
         expected = plain_loss(spec, prompts_and_answers(rows[: spec["batch"]], tokenizer))
@@ -112,7 +117,8 @@ def measure(spec: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
     if device == "cpu" or spec["variant"] == "packed":
         expected = plain_loss(spec, first_batch(spec, trainer, rows, tokenizer))
     assert clock.first_loss is not None
-    tokens, first_loss = int(clock.tokens), clock.first_loss.item()
+    tokens = int(clock.tokens)
+    first_loss = clock.first_loss.item()
     check_first_loss(spec, first_loss, expected)
     count = spec["batch"] * (clock.steps - clock.warm_up)
     result = {
@@ -167,7 +173,8 @@ def plain_loss(spec: dict[str, Any], documents: list[Document]) -> float | None:
 
     Returns None for rollouts, and for rows that are longer than `max_length`, which the sides truncate differently.
     """
-    method, limit = spec["method"], spec["max_length"]
+    method = spec["method"]
+    limit = spec["max_length"]
     if method == "opd" or (limit and any(len(prompt) + len(answer) > limit for prompt, answer in documents)):
         return None
     if method in ("dpo", "kto"):  # the policy is its reference: -log sigmoid(0), and 1 - sigmoid(0)

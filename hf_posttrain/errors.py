@@ -20,7 +20,8 @@ class InputError(ValueError):
     LONGEST = 1200
 
     def __init__(self, message: str):
-        line, half = printable(" ".join(message.splitlines())), self.LONGEST // 2 - 10
+        line = printable(" ".join(message.splitlines()))
+        half = self.LONGEST // 2 - 10
         super().__init__(line if len(line) <= self.LONGEST else f"{line[:half]} [...] {line[-half:]}")
 
 

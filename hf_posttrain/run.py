@@ -146,9 +146,11 @@ def report_crash(error: Exception, folder: str | None) -> int:
     except OSError:  # a full disk, for one
         print(text, file=sys.stderr)
         file = Path("above")
-    advice, code = f"nobody foresaw this error: please report it, with its traceback ({file})", 3
+    advice = f"nobody foresaw this error: please report it, with its traceback ({file})"
+    code = 3
     if advised := ADVICE.get(type(error).__name__):
-        advice, code = f"{advised} (traceback: {file})", 2
+        advice = f"{advised} (traceback: {file})"
+        code = 2
     print(f"error: {said}; {advice}", file=sys.stderr, flush=True)
     return code
 
@@ -262,7 +264,8 @@ def last_evaluation(trainer: "TrainerInterface") -> dict[str, float]:
     """The metrics of an evaluation of the weights as they are now, made after the last step; {} without one."""
     from .report.run_folder import saved_best
 
-    state, best = trainer.state, trainer.args.load_best_model_at_end
+    state = trainer.state
+    best = trainer.args.load_best_model_at_end
     if not trainer.has_trained or (best and saved_best(vars(state)) not in (None, state.global_step)):
         return {}  # the data may be others, or the weights are those of another step
     logs = [log for log in state.log_history if log["step"] == state.global_step and any("eval_" in key for key in log)]
@@ -275,7 +278,8 @@ def defaults(recipe: Recipe) -> dict[str, Any]:
     from .report.page import MACHINERY
 
     # of a machine is fp16 too: where it is given, `--check` plans no other precision
-    known, left_out = train_fields(recipe.method), (*MACHINERY, "fp16", "local_rank", "do_")
+    known = train_fields(recipe.method)
+    left_out = (*MACHINERY, "fp16", "local_rank", "do_")
     return {
         name: field.default
         for name, field in known.items()

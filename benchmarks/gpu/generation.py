@@ -64,7 +64,8 @@ def check_rows_that_end(settings: Settings, by: str, model: Any) -> Record:
     draw = torch.Generator().manual_seed(1)
     prompts = [torch.randint(2, settings.vocabulary, (n,), generator=draw).tolist() for n in (3, 40, 7, 25) * 2]
     new_tokens = settings.pick(64, 40)
-    chunk, graphs.CHUNK = graphs.CHUNK, 16
+    chunk = graphs.CHUNK
+    graphs.CHUNK = 16
     try:
         free = GENERATE[by](model, prompts, new_tokens)
         ends = [free[0][4], free[1][20], free[2][35]]

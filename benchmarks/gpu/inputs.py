@@ -9,7 +9,8 @@ from ..setting import SHAPES, configured, train_tokenizer
 from .settings import Settings
 from .supervisor import Record
 
-MOST_WORDS, TINY_WORDS = 680, 20
+MOST_WORDS = 680
+TINY_WORDS = 20
 """The longest question. An answer has at most half as many words, and a word is a token."""
 COUNT = 64
 WORDS = 5000

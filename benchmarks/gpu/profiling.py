@@ -23,9 +23,11 @@ from .training import packed_options, spec_of, training_rows
 
 MOST = 20
 """Operations that are listed."""
-TIMED, PROFILED = 3, 4
+TIMED = 3
+PROFILED = 4
 """The optimizer steps that are timed without the profiler, and profiled."""
-LORA_SHAPE, LORA_COPIES = "qwen3-8b", 4
+LORA_SHAPE = "qwen3-8b"
+LORA_COPIES = 4
 """The shape of the profiled LoRA run, and how often its rows are repeated: a packed row takes several of them."""
 NEW_TOKENS = 16
 """Longest rollout of OPD. Each token is 10,000 events of the profiler."""
@@ -77,7 +79,8 @@ def measure(settings: Settings, name: str) -> Iterator[Record]:
     spec = spec_of(settings, "ours", method, **options) | {"new_tokens": NEW_TOKENS}
     rows = training_rows(settings, spec, rows=spec["batch"] * PROFILED, copies=1 if name != "lora" else LORA_COPIES)
     steps = Steps(settings.device)
-    model, tokenizer = build_model(spec, seed=0), AutoTokenizer.from_pretrained(spec["folder"])
+    model = build_model(spec, seed=0)
+    tokenizer = AutoTokenizer.from_pretrained(spec["folder"])
     trainer = ours(spec, rows, model=model, processing_class=tokenizer, callbacks=[steps])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

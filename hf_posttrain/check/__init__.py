@@ -148,7 +148,8 @@ def check(
 
     # on all ranks: what a run does first, and the warnings that are logged meanwhile
     tokenizer, peft_config = build.check_models(recipe)
-    logger, logged = logging.getLogger("hf_posttrain"), BufferingHandler(capacity=10_000)
+    logger = logging.getLogger("hf_posttrain")
+    logged = BufferingHandler(capacity=10_000)
     logged.setLevel(logging.WARNING)
     logger.addHandler(logged)
     noted.disabled = True  # the page says it
@@ -178,7 +179,8 @@ def check(
     own = trainer_class.config_class.__annotations__
     values = {name: getattr(config, name) for name in (*_USUAL, *own) if name in known}
     defaulted = {name: getattr(value, "value", value) for name, value in values.items() if value is not None}
-    resolved, data = recipe.to_dict(), audit_data(recipe, raw, tokenizer, config)
+    resolved = recipe.to_dict()
+    data = audit_data(recipe, raw, tokenizer, config)
     return Check(
         str(recipe.path),
         recipe.method,
@@ -237,7 +239,8 @@ def fitted_models(
             adapter = [describe_adapter(model)] if isinstance(model, peft.PeftModel) else []
             if any(taught.self == "ema" for _, taught in recipe.taught_by()):
                 check_average(weight.dtype for weight in model.parameters() if weight.requires_grad)
-        inner, own = causal_lm(model), getattr(section, "own_tokenizer", False)
+        inner = causal_lm(model)
+        own = getattr(section, "own_tokenizer", False)
         read = (load_tokenizer(section),) if own else (tokenizer, *rows.values())
         check_tokenizer_fits(read[0], inner.config, type(inner).__name__, *read[1:])
         models.append(inner)

@@ -30,7 +30,8 @@ def spare_checkpointing(
 
     engine: in place of this run's. memory_gib: memory of a device in GiB, in place of what it has.
     """
-    names, engine = ("activation_checkpointing", "gradient_checkpointing"), engine or engine_asked(config)
+    names = ("activation_checkpointing", "gradient_checkpointing")
+    engine = engine or engine_asked(config)
     options = {*names, *(f"{name}_kwargs" for name in names)}
     if not engine.gpu or options & recipe.train.keys() or not isinstance(rows["train"], datasets.Dataset):
         return
@@ -47,7 +48,8 @@ def spare_checkpointing(
     [enough] = broadcast_object_list([enough])
     if enough:
         vars(config).update(dict.fromkeys(names, False))
-    size, have = found.total / GIB, (found.available or 0) / GIB
+    size = found.total / GIB
+    have = (found.available or 0) / GIB
     logger.info(
         "activation_checkpointing: %s (without it the run needs about %.1f of %.1f GiB)",
         "off" if enough else "on",

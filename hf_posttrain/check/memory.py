@@ -127,7 +127,8 @@ class Run:
 
     def second_stays(self) -> bool:
         """Are second models on the device while the policy trains?"""
-        config, model = self.config, self.recipe.model
+        config = self.config
+        model = self.recipe.model
         leaves = self.engine.gpu and not self.engine.shards  # to the host's memory
         by_adapter = model.adapter or (model.lora is not None and model.lora.get("bias", "none") == "none")
         taught = [section for _, section in self.recipe.taught_by()]
@@ -148,7 +149,9 @@ class Run:
     def estimate(self) -> MemoryEstimate:
         """The sum on one device, in the phase that needs most."""
         glibc = sys.platform == "linux" and not self.engine.gpu and not {*HEAP_OPTIONS} & {*os.environ}
-        config, engine, notes = self.config, self.engine, list[str]()
+        config = self.config
+        engine = self.engine
+        notes = list[str]()
         device = torch.device("cuda" if engine.gpu else "cpu")
         self.mixed = bool(config.bf16 or config.fp16)
         self.gpu_memory = (self.available or META_MEMORY) if engine.gpu else None  # by which the head chooses its tiles
@@ -157,7 +160,8 @@ class Run:
         self.scorer = max(scorers, key=lambda shapes: shapes.weights.numbers)
         models = list(dict.fromkeys([self.policy, *scorers]))
         inner = [shapes.inner for shapes in models]
-        rounds, judge = self.recipe.rounds, None
+        rounds = self.recipe.rounds
+        judge = None
         if rounds and rounds.judge.by in MODELS:
             try:
                 judge = Shapes(section_of(str(rounds.judge.name)), False, device)  # a reward model's has a head more
@@ -185,7 +189,8 @@ class Run:
             second -= self.scorer.rounding
         # a judge comes to a GPU while a round is drawn, unless there is one each step
         judge_stays = rounds is not None and (not engine.gpu or rounds.steps is not None)
-        judged, seconds = judge.weights.frozen if judge else 0, second * self.second_stays()
+        judged = judge.weights.frozen if judge else 0
+        seconds = second * self.second_stays()
         training = held | {"second_model": seconds + judged * judge_stays, "other": self.other}
         resting = training | {"gradients": 0}  # between optimizer steps
         drawing = resting | {"second_model": seconds + judged}
@@ -219,8 +224,12 @@ class Run:
 
     def training_step(self) -> int:
         """Forward and backward of the longest micro-batch: bytes in addition to the gradients of all weights."""
-        config, batch, head, weights = self.config, self.train, self.policy.head, self.policy.weights
-        logits, gradient = len(batch.scored) * len(head), 4 * head.numel() * head.requires_grad
+        config = self.config
+        batch = self.train
+        head = self.policy.head
+        weights = self.policy.weights
+        logits = len(batch.scored) * len(head)
+        gradient = 4 * head.numel() * head.requires_grad
         every = (config.activation_checkpointing_kwargs or {}).get("every_n_layers", 1)
         again = every if config.activation_checkpointing else 0
         kept, layer = self.policy.training(again)
@@ -250,7 +259,8 @@ class Run:
     def judging(self, judge: Shapes) -> int:
         """A judge's pass over its batch of the longest answers to the longest prompts."""
         options: Any = self.recipe.rounds
-        rows, longest_answer = min(options.judge.batch_size, self.answers_at_once()), options.max_completion_length
+        rows = min(options.judge.batch_size, self.answers_at_once())
+        longest_answer = options.max_completion_length
         scored = torch.empty(rows * longest_answer)
         batch = MicroBatch(input_ids=torch.empty(rows, self.longest_prompt() + longest_answer), scored=scored)
         head = sum(self.at_head(judge, batch)) if options.judge.by == "teacher" else 0
@@ -262,7 +272,8 @@ class Run:
 
     def answers_at_once(self) -> int:
         """Answers that a generation call is asked for: those of an optimizer step, or of a piece of a round."""
-        config, rounds = self.config, self.recipe.rounds
+        config = self.config
+        rounds = self.recipe.rounds
         step = config.per_device_train_batch_size * config.gradient_accumulation_steps
         if not rounds:
             return config.num_generations * step
@@ -283,8 +294,11 @@ class Run:
 
     def generation(self, held: int) -> int:
         """The rollouts of an optimizer step, or as many as fit beside what is held: the cache, and what is on top."""
-        config, policy, options = self.config, self.policy, self.recipe.rounds or self.config
-        copies, count = options.num_generations, self.answers_at_once()
+        config = self.config
+        policy = self.policy
+        options = self.recipe.rounds or self.config
+        copies = options.num_generations
+        count = self.answers_at_once()
         length = self.longest_prompt()
         row = policy.cache * (length + config.max_completion_length + GrowingLayer.SPARE) // policy.tokens
         if options.sampler.batch_size:
@@ -293,7 +307,8 @@ class Run:
             logits = LOGIT_BYTES * len(policy.head)
             count = even_parts(count, int(CACHE_SHARE * max(self.available - held, 0)) // (row + logits))
         # what GrowingLayer makes space for: SPARE tokens behind a prompt, and again when these are full
-        spare, more = GrowingLayer.SPARE, max(0, config.max_completion_length - 1 - GrowingLayer.SPARE)
+        spare = GrowingLayer.SPARE
+        more = max(0, config.max_completion_length - 1 - GrowingLayer.SPARE)
         cache = policy.cache * (length + spare + -(-more // (1 + spare)) * (1 + spare)) // policy.tokens * count
         # on top: a layer's cache as it grows and logits, some in float64; or before that, reading the prompts
         step = cache // len(policy.layers) + LOGIT_BYTES * count * len(policy.head)
@@ -312,7 +327,8 @@ def estimate(
 ) -> MemoryEstimate:
     """The memory that training on `rows`, as `prepare_data` gives them, needs of each device. engine: in place of this
     process's; for GPUs it means what the recipe would be there, bf16 for instance. gib: in place of this machine's."""
-    engine, available = engine or engine_asked(config), int(gib * GIB) if gib else None
+    engine = engine or engine_asked(config)
+    available = int(gib * GIB) if gib else None
     if not engine.gpu:
         other = psutil.Process().memory_info().rss
         available = available or psutil.virtual_memory().available + other
@@ -320,7 +336,8 @@ def estimate(
         other = CUDA_CONTEXT
         if torch.cuda.is_available():
             free, total = torch.cuda.mem_get_info()
-            other, available = total - free - torch.cuda.memory_reserved(), available or total
+            other = total - free - torch.cuda.memory_reserved()
+            available = available or total
         options: Any = recipe.rounds or config
         if isinstance(sampler := getattr(options, "sampler", None), VLLMColocateOptions):
             other += int(sampler.gpu_memory_utilization * (available or 0))
@@ -336,12 +353,17 @@ def estimate(
 def advice(found: Any, run: Run, again: Any) -> list[str]:
     """Overrides for an estimate that does not fit, each estimated on top of those before it, up to what fits; those
     come first that leave the numbers of the run as they are. again: the estimate of a changed run."""
-    config, model, teacher, engine = run.config, run.recipe.model, run.recipe.teacher, run.engine
-    size, steps = config.per_device_train_batch_size, config.gradient_accumulation_steps
+    config = run.config
+    model = run.recipe.model
+    teacher = run.recipe.teacher
+    engine = run.engine
+    size = config.per_device_train_batch_size
+    steps = config.gradient_accumulation_steps
     # a quarter of the rows at a time, and the same rows a step
     fewer = max(n for n in range(1, max(size // 4, 1) + 1) if size % n == 0)
     smaller = {"per_device_train_batch_size": fewer, "gradient_accumulation_steps": steps * size // fewer}
-    adapted, several = model.lora is not None or model.adapter, engine.processes > 1 and not engine.offload_params
+    adapted = model.lora is not None or model.adapter
+    several = engine.processes > 1 and not engine.offload_params
     # does it apply, section, its new fields
     changes: list[tuple[Any, str, dict[str, Any]]] = [
         (not config.activation_checkpointing, "train", {"activation_checkpointing": True}),
@@ -372,14 +394,16 @@ def advice(found: Any, run: Run, again: Any) -> list[str]:
         (not adapted and not model.from_scratch, "model", {"lora": {"r": 16}}),
         (engine.gpu and model.quantization == "none" and not model.from_scratch, "model", {"quantization": "4bit"}),
     ]
-    lines, before = [], found
+    lines = []
+    before = found
     for applies, section, fields in changes:
         if before.fits or not applies:
             continue
         changed = run.changed(section, fields)
         if (after := again(changed)).total >= 0.98 * before.total:
             continue
-        run, before = changed, after
+        run = changed
+        before = after
         plain = {name: value.to_dict() if isinstance(value, OptionKind) else value for name, value in fields.items()}
         said = " ".join(f"{section}.{name}={str(value).lower()}" for name, value in plain.items()).replace("'", "")
         if section == "engine":

@@ -55,8 +55,10 @@ def engine_of(config_file: Path) -> Engine:
     """The engine that a file for `accelerate launch --config_file` asks for. Raises InputError where it is none."""
     try:
         given = yaml.safe_load(config_file.read_text(encoding="utf-8"))
-        kind, count = str(given["distributed_type"]).upper(), int(given.get("num_processes", 1))
-        zero, fsdp = given.get("deepspeed_config") or {}, given.get("fsdp_config") or {}
+        kind = str(given["distributed_type"]).upper()
+        count = int(given.get("num_processes", 1))
+        zero = given.get("deepspeed_config") or {}
+        fsdp = given.get("fsdp_config") or {}
     except (OSError, yaml.YAMLError, TypeError, KeyError, ValueError, AttributeError) as error:
         raise InputError(f"{config_file}: no accelerate config with distributed_type and num_processes") from error
     check_accelerate_file(config_file)
@@ -72,7 +74,9 @@ def engine_of(config_file: Path) -> Engine:
 
 def engine_asked(config: Any) -> Engine:
     """The engine of this run: `launch.asked` and the number of processes. config: a method's Config."""
-    asked, gpu, count = launch.asked(config), config.device.type != "cpu", config.world_size
+    asked = launch.asked(config)
+    gpu = config.device.type != "cpu"
+    count = config.world_size
     if asked.zero is not None:
         zero = config.deepspeed_plugin.deepspeed_config.get("zero_optimization", {})
         optimizer, params = (zero.get(f"offload_{what}", {}).get("device") in HOST for what in ("optimizer", "param"))
@@ -98,7 +102,8 @@ class Weights:
 
 def state_bytes(optim: Any, weights: Weights) -> int:
     """Bytes of an optimizer's state for the trained weights; of quantised ones with a float32 for each block of 256."""
-    name, known = str(getattr(optim, "value", optim)), {"lion": 1, "rmsprop": 1, "adagrad": 1, "sgd": 0, "adafactor": 0}
+    name = str(getattr(optim, "value", optim))
+    known = {"lion": 1, "rmsprop": 1, "adagrad": 1, "sgd": 0, "adafactor": 0}
     moments = next((count for part, count in known.items() if part in name), 2)  # others keep two, as AdamW does
     size = 1.0 if "8bit" in name else 0.5 if "4bit" in name else None
     return weights.trained * moments if size is None else int(weights.trained_numbers * moments * (size + size / 64))
@@ -106,14 +111,18 @@ def state_bytes(optim: Any, weights: Weights) -> int:
 
 def policy_on(engine: Engine, weights: Weights, optim: Any, mixed: bool) -> dict[str, int]:
     """Bytes of the trained model on one device, and in host memory for it. mixed: DeepSpeed casts to bf16 or fp16."""
-    size, count = 2 if mixed else 4, engine.processes
-    parameters, gradients, optimizer = weights.frozen + weights.trained, weights.trained, state_bytes(optim, weights)
+    size = 2 if mixed else 4
+    count = engine.processes
+    parameters = weights.frozen + weights.trained
+    gradients = weights.trained
+    optimizer = state_bytes(optim, weights)
     if engine.name == "ddp":
         gradients *= 2  # they travel in buckets of their own
     if engine.name.startswith("zero"):
         frozen = weights.frozen if weights.quantised else (weights.numbers - weights.trained_numbers) * size
         gradients = weights.trained_numbers * size
-        parameters, optimizer = frozen + gradients, optimizer + weights.trained_numbers * 4  # float32 that AdamW moves
+        parameters = frozen + gradients
+        optimizer = optimizer + weights.trained_numbers * 4  # float32 that AdamW moves
     # ZeRO-1 cuts the optimizer, ZeRO-2 gradients too, and the others everything
     optimizer //= count if engine.name not in ("single", "ddp") else 1
     gradients //= count if engine.name not in ("single", "ddp", "zero1") else 1
@@ -147,26 +156,33 @@ class Shapes:
             freeze_vision(model)
         whole = trainable and section.lora is None and not section.adapter
         model.to(load.weights_dtype(section, model.config, whole, device))
-        self.inner, self.head = model, model.get_output_embeddings().weight
+        self.inner = model
+        self.head = model.get_output_embeddings().weight
         linear = {m.weight for m in model.modules() if isinstance(m, nn.Linear) and m.weight is not self.head}
         embedded = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
         products = [w for w in {*linear, self.head} - embedded if w.dtype == torch.float32]
         self.rounding = 2 * sum(w.numel() for w in products)  # bytes that `frozen.round_products` saves
         model = with_adapter(model, section, vision)
         numbers: Any = lambda module: sum(p.numel() for p in module.parameters())  # noqa: E731
-        self.model, every, quantised = model, list(model.parameters()), section.quantization != "none"
+        self.model = model
+        every = list(model.parameters())
+        quantised = section.quantization != "none"
         language = self.inner.get_decoder() if forward.sees(model) else model
         self.layers = max((m for m in language.modules() if isinstance(m, nn.ModuleList)), key=numbers)
         # peft makes float32 of what is not quantised
         sizes = {p: 4 if quantised else p.itemsize for p in every}
         sizes |= dict.fromkeys(linear, QUANTISED[section.quantization]) if quantised else {}
         trained = [p for p in every if p.requires_grad and trainable]
-        count, own = sum(p.numel() for p in trained), sum(p.numel() * sizes[p] for p in trained)
+        count = sum(p.numel() for p in trained)
+        own = sum(p.numel() * sizes[p] for p in trained)
         frozen = int(sum(p.numel() * sizes[p] for p in every) - own + sum(b.nbytes for b in model.buffers()))
         cut = [*self.layers, *(vision_memory.stack_of(self.inner) if forward.sees(model) else ())]
         gathered = numbers(model) - sum(sorted(map(numbers, cut))[:-2])
         self.weights = Weights(frozen, own, numbers(model), count, gathered, quantised)
-        self.tokens, self.kept, self.hidden, self.cache = 1, [0] * (1 + len(self.layers)), 0, 0
+        self.tokens = 1
+        self.kept = [0] * (1 + len(self.layers))
+        self.hidden = 0
+        self.cache = 0
         self.reader: Any = read_by(load.load_tokenizer(section)) if section.images else None
         self.tower: Any = None  # of a model that sees, once it is counted
 
@@ -177,7 +193,8 @@ class Shapes:
         self.tower = self.reader and vision_memory.tower_of(self.inner, self.reader, dtype)
         forward.enable_scoring(self.model.train().to(dtype))
         kept = SavedTensorCounter((*self.model.parameters(), *self.model.buffers()))
-        starts, self.cache = [0], 0  # what was kept when each layer began; keys and values
+        starts = [0]
+        self.cache = 0  # what was kept when each layer began; keys and values
         gathered = batch.segments["gathered"] if batch.segments else None
         gathered = None if gathered is None else gathered.to("meta")
 
@@ -198,7 +215,8 @@ class Shapes:
         given = MicroBatch(input_ids=batch.input_ids, position_ids=batch.position_ids, scored=batch.scored).to("meta")
         with kept.counting():
             forward.run(self.model, given, lambda _, states: {"states": forward.scored_states(states, given)})
-        self.tokens, self.kept = batch.input_ids.numel(), np.diff([*starts, kept.bytes]).tolist()
+        self.tokens = batch.input_ids.numel()
+        self.kept = np.diff([*starts, kept.bytes]).tolist()
         self.hidden = self.tokens * self.head.shape[1] * self.head.itemsize
 
     def features(self, batch: MicroBatch) -> int:

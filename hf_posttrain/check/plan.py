@@ -74,9 +74,11 @@ def plan(
     batches = len(rows) / (size * processes)
     batches = math.floor(batches) if config.dataloader_drop_last else math.ceil(batches)
     in_epoch = max(math.ceil(batches * sharing / config.gradient_accumulation_steps), 1)
-    steps, epochs = math.ceil(in_epoch * config.num_train_epochs), config.num_train_epochs
+    steps = math.ceil(in_epoch * config.num_train_epochs)
+    epochs = config.num_train_epochs
     if config.max_steps > 0:
-        steps, epochs = config.max_steps, config.max_steps / in_epoch
+        steps = config.max_steps
+        epochs = config.max_steps / in_epoch
     per_step = min(per_step, len(rows))
     # tokens, padding and what shared prompts save, of micro-batches drawn at random
     order = np.random.default_rng(0).permutation(len(rows))[: size * MICRO_BATCHES].tolist()

@@ -28,7 +28,8 @@ from ..teachers.self_teacher import SelfTeacher
 
 PROMPTS = 4  # how many are answered for the statistics of rollouts
 SPAN = 32  # tokens of a rollout that are averaged to one KL
-EQUAL, LIKELY = 1e-2, 5.0  # beyond these the student differs from itself, and rollouts from what it would sample
+EQUAL = 1e-2
+LIKELY = 5.0  # beyond these the student differs from itself, and rollouts from what it would sample
 _ONCE = {  # of a single step that leaves nothing behind, in place of the recipe's; not all methods have all of them
     "max_steps": 1,
     "train_sampling_strategy": "sequential",
@@ -85,7 +86,8 @@ class Probe:
             one, full = (self.alignment[f"align/{name}"] for name in ("one_to_one", "in_full"))
             yield f"{one:.1%} of its trained tokens face one token of the teacher, {full:.1%} are compared in full"
         if self.rollouts:
-            lengths, stopped = self.rollouts.lengths, self.rollouts.stopped
+            lengths = self.rollouts.lengths
+            stopped = self.rollouts.stopped
             spread = f"{np.mean(lengths):.0f} tokens ({min(lengths)} to {max(lengths)})"
             yield f"{len(lengths)} rollouts: {spread}, {stopped:.0%} ended by themselves"
             spans = (f"{SPAN * n}: {kl:.3g}" for n, kl in enumerate(self.rollouts.kl_by_position))
@@ -144,7 +146,8 @@ def probe(
 
 def sampled(trainer: Any, rows: datasets.Dataset) -> SampledRollouts:
     """Rollouts of the first prompts: lengths, stops, the KL of student to teacher by position, and are they right?"""
-    trainer.args.lmbda, trainer.rollouts.source = 1.0, trainer.rollouts.on_policy  # answer every prompt now
+    trainer.args.lmbda = 1.0
+    trainer.rollouts.source = trainer.rollouts.on_policy  # answer every prompt now
     trainer.prepare_evaluation()
     drawn = [rows[number] for number in range(min(PROMPTS, len(rows)))]
     [batch] = trainer.rollouts.window([trainer.data_collator(drawn)], 0)
@@ -176,7 +179,8 @@ def sampled(trainer: Any, rows: datasets.Dataset) -> SampledRollouts:
 
 def to_itself(trainer: Any, batch: MicroBatch) -> float:
     """How far a batch's loss is from 0 where the student is its own teacher, as a mean over tokens."""
-    teacher, trainer.teacher = trainer.teacher, SelfTeacher(trainer, nullcontext, "")
+    teacher = trainer.teacher
+    trainer.teacher = SelfTeacher(trainer, nullcontext, "")
     batch = batch.replace(teacher_inputs=None, teacher_signal=None)
     try:
         with torch.no_grad(), eval_mode(trainer.model_wrapped), trainer.accelerator.autocast():

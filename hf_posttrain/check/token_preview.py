@@ -30,7 +30,11 @@ PADDED_SHARE = 0.1  # from this share of examples on, padding tokens inside them
 ALIGNED = 200  # answers that are aligned with a teacher's tokens
 EDGE = 24  # characters that are shown on each side of the boundary between prompt and trained text
 LONGEST = 1500  # characters of a piece that are shown
-PLAIN, BOLD, GREEN, YELLOW, RED = "\033[0m", "\033[1m", "\033[1;32m", "\033[33m", "\033[1;31m"
+PLAIN = "\033[0m"
+BOLD = "\033[1m"
+GREEN = "\033[1;32m"
+YELLOW = "\033[33m"
+RED = "\033[1;31m"
 _RUNS = re.compile(r"(<[^<>\s]+>)\1{3,}")  # a picture is one token many times
 # The prompt or an answer: role, values (ids, or parts of a raw row), and for each value whether it is trained
 Part = tuple[str, Sequence[Any], Sequence[int]]
@@ -144,7 +148,8 @@ class TokenAudit:
             sizes = sorted(self.pictures, key=lambda one: one[2])
             said = "none in the examples that were looked at"
             if sizes:
-                (w, h, few), (width, height, many) = sizes[0], sizes[-1]
+                (w, h, few) = sizes[0]
+                (width, height, many) = sizes[-1]
                 mean = sum(tokens for *_, tokens in sizes) / len(sizes)
                 said = f"{len(sizes)} in {self.examples} examples, {mean:.0f} tokens each on average, "
                 said += f"from {few} of {w} x {h} pixels to {many} of {width} x {height}"
@@ -163,7 +168,8 @@ def parts(row: dict[str, Any], kind: RowKind) -> Iterator[Part]:
 
 def pieces(made: Iterable[Part], write: Callable[[Any], str]) -> list[Piece]:
     """The runs of each part; `write` makes text of some of its values, such as a tokenizer's `decode` of ids."""
-    half, found = LONGEST // 2, []
+    half = LONGEST // 2
+    found = []
     for role, values, mask in made:
         for trained, run in groupby(zip(values, mask, strict=True), key=lambda pair: bool(pair[1])):
             part = [value for value, _ in run]
@@ -193,12 +199,15 @@ def audit_tokens(
     from ..models.policy import find_terminal_ids, terminal_ids_of
 
     # special tokens: what ends an answer, what begins a text, what pads
-    method, kind = recipe.reads, recipe.reads.rows
+    method = recipe.reads
+    kind = recipe.reads.rows
     own_answers = getattr(config, "lmbda", 1) < 1  # OPD's: below 1 some train the answers of the data
     kind = replace(kind, sampled=kind.sampled and not own_answers)
     ends = [find_terminal_ids(model, tokenizer, config.chat_template_kwargs) for model in models]
     stops = [dict(zip(ids, tokenizer.convert_ids_to_tokens(ids), strict=True)) for ids in ends]
-    bos, eos, pad = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
+    bos = tokenizer.bos_token_id
+    eos = tokenizer.eos_token_id
+    pad = tokenizer.pad_token_id
     found = TokenAudit(stops=stops[0], pad=tokenizer.pad_token, pad_is_eos=pad == eos)
     raws = {}  # the rows of each source that training reads, without copies
     names = names_of(recipe)  # those that are tokenised already -> the name of their data set in messages
@@ -218,7 +227,8 @@ def audit_tokens(
             if section.url
         ]
         theirs = {end: tokenizer.convert_ids_to_tokens(end) for ids in (*ends[1:], *served) for end in ids}
-        found.teacher_stops, found.differing_prompts = theirs, 0
+        found.teacher_stops = theirs
+        found.differing_prompts = 0
         found.one_outcome = stops[0] | theirs if config.teacher.merge_eos else {}
         key, raw = next(iter(raws.items()))
         tokenizers = tokenizer, load_tokenizer(taught[0])
@@ -248,7 +258,8 @@ def audit_tokens(
                 found.pictures.append((*picture_size(picture), reader.features(reader.expansion(picture))))
         for n in sorted({0, len(rows) // 2, len(rows) - 1}) if rows else []:
             shown = pieces(parts(rows[n], kind), tokenizer.decode)
-            reads, source_name = rows[n].get("teacher_prompt_ids"), f"{key} ({source.path})"
+            reads = rows[n].get("teacher_prompt_ids")
+            source_name = f"{key} ({source.path})"
             read = printable(str(decode[rows[n].get("teacher") or ""](reads)))[:LONGEST] if reads else None
             found.samples.append(Sample(source_name, n, rows[n].get("label"), shown, read))
         examples += [list(parts(row, kind)) for row in rows]

@@ -46,7 +46,8 @@ def tower_of(model: Any, reader: ImageReader, dtype: torch.dtype | None) -> Visi
     """The tower of a causal LM on the meta device, trained or not as its parameters are. dtype: it computes in that,
     None: in its own."""
     vision = vision_weights(model)
-    trained, size = any(weight.requires_grad for weight in vision), (dtype or vision[0].dtype).itemsize / 4
+    trained = any(weight.requires_grad for weight in vision)
+    size = (dtype or vision[0].dtype).itemsize / 4
     # a copy with one layer and weights of zero, in float32
     model = copy.deepcopy(model).float().requires_grad_(True)
     layers = stack_of(model)
@@ -62,7 +63,8 @@ def tower_of(model: Any, reader: ImageReader, dtype: torch.dtype | None) -> Visi
         picture = {name: value[:, :1] for name, value in picture.items()}
 
     # bytes of the layer's input, and what is kept as it begins and ends
-    kept, marks = SavedTensorCounter(model.parameters()), []
+    kept = SavedTensorCounter(model.parameters())
+    marks = []
     layers[0].register_forward_pre_hook(lambda _, given: marks.extend([given[0].nbytes, kept.bytes]))
     layers[0].register_forward_hook(lambda *_: marks.append(kept.bytes))
     with kept.counting():

@@ -36,7 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with the model")
     given = parser.parse_args(argv)
     section = section_of(given.model, given.adapter)
-    section.chat_template, section.trust_remote_code = given.chat_template, given.trust_remote_code
+    section.chat_template = given.chat_template
+    section.trust_remote_code = given.trust_remote_code
     if given.compare and not section.adapter:
         parser.error(f"--compare needs an adapter, and {given.model} is a whole model: name one with --adapter")
     try:
@@ -84,7 +85,9 @@ class AnswerStreamer:
     """What `generate` streams to: it shows an answer while it is made, and keeps its text."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str]):
-        self.decode, self.text, self.shown = decode, "", 0
+        self.decode = decode
+        self.text = ""
+        self.shown = 0
         self.ids: list[int] | None = None  # the prompt comes first
 
     def put(self, ids: Any) -> None:
@@ -112,7 +115,8 @@ class Conversation:
 
         section.images |= load.only_sees(load.check_model(section))
         self.answerer = InferenceModel(section, given.chat_template_kwargs)
-        self.given, self.answers = given, 0  # so far: each is drawn otherwise
+        self.given = given
+        self.answers = 0  # so far: each is drawn otherwise
         self.turns: list[dict[str, str]] = []  # a user's and an assistant's, one after the other
         self.cut: set[str] = set()  # answers that did not end
         config = self.answerer.model.config.get_text_config()
@@ -157,7 +161,8 @@ class Conversation:
         from ..data.messages import check_unicode
 
         check_unicode(asked["content"], "the line")
-        tokenizer, kept = self.answerer.tokenizer, self.turns
+        tokenizer = self.answerer.tokenizer
+        kept = self.turns
         template = ChatTemplate(tokenizer, None, self.given.chat_template_kwargs)
         # a quarter of the positions is for the answer, or what it may take
         most = self.positions - min(self.given.max_new_tokens, self.positions // 4)
@@ -180,10 +185,12 @@ class Conversation:
 
         from ..generation import hf_generate, rollout
 
-        own, tokenizer = self.answerer, self.answerer.tokenizer
+        own = self.answerer
+        tokenizer = self.answerer.tokenizer
         never = tuple(own.see.reader.token_ids) if own.see else ()
         sampler = rollout.TokenSampler(self.given.temperature or None, len(tokenizer), never)
-        screen, prompt = AnswerStreamer(own.text), torch.tensor([ids], device=own.device)
+        screen = AnswerStreamer(own.text)
+        prompt = torch.tensor([ids], device=own.device)
         longest = min(self.given.max_new_tokens, self.positions - len(ids))
         given = own.model, prompt, torch.ones_like(prompt), longest, own.ends, tokenizer.pad_token_id, sampler
         try:
@@ -223,12 +230,14 @@ class Conversation:
 
     def undo(self, _: str) -> str:
         """take back the last line and its answer"""
-        said, self.turns = self.turns, self.turns[:-2]
+        said = self.turns
+        self.turns = self.turns[:-2]
         return "taken back" if said else NOTHING
 
     def retry(self, _: str) -> str:
         """another answer to the last line"""
-        said, self.turns = self.turns, self.turns[:-2]
+        said = self.turns
+        self.turns = self.turns[:-2]
         return self.say(said[-2]["content"]) if said else NOTHING
 
     def temperature(self, text: str) -> str:

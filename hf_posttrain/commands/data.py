@@ -160,7 +160,9 @@ def _readable(
     from ..data.encode import Plan, read, refuse_misread
     from ..data.formats import detect, unread
 
-    forms, problems, lost = {}, {}, {}
+    forms = {}
+    problems = {}
+    lost = {}
     for method in methods:
         try:
             form = detect(list(rows[0]), METHODS[method])
@@ -172,7 +174,8 @@ def _readable(
         if problem := unseen or (left if "prompt" not in form else None):
             lost[method] = problem
             continue
-        samples, plan = [], Plan(method, METHODS[method].rows, form, "data", **seen)
+        samples = []
+        plan = Plan(method, METHODS[method].rows, form, "data", **seen)
         try:
             for n, row in enumerate(rows):
                 with error_context(f"row {n}"):
@@ -196,16 +199,20 @@ def _first_example(row: dict, forms: dict[str, str], tokenizer: Any, seen: dict[
 
     # the method whose format has most columns shows most of the row
     name = max(forms, key=lambda name: len(forms[name].split(" + ")))
-    method, form, colour = METHODS[name], forms[name], sys.stdout.isatty()
+    method = METHODS[name]
+    form = forms[name]
+    colour = sys.stdout.isatty()
     if tokenizer:
         plan = plan_for(form, method, tokenizer, None, "data")._replace(image_folder=seen["image_folder"])
         batch = tokenise({column: [value] for column, value in row.items()}, [0], tokenizer, plan)
-        made, write = {column: values[0] for column, values in batch.items()}, tokenizer.decode
+        made = {column: values[0] for column, values in batch.items()}
+        write = tokenizer.decode
     else:  # a row as the file has it, in the columns of a prepared one: a value is a text, a message or an id
         sample = read(row, Plan(name, method.rows, form, "data", **seen))[0]
         found = zip(("prompt_ids", *method.rows.answers), (sample.prompt, *sample.branches), strict=False)
         made = {column: [part] if part and isinstance(part, str) else part or [] for column, part in found}
-        made, write = made | {"completion_mask": sample.mask}, _as_text
+        made = made | {"completion_mask": sample.mask}
+        write = _as_text
     shown = pieces(parts(made, method.rows), write)
     if method.rows.sampled:
         prompt = [piece for piece in shown if piece.role == "prompt"]

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
 UNFINISHED = ".eval_answers.part"
 """File of the greedy answers of a command that has not ended."""
-ANSWERED, SCORED = "exact_match, stopped, length", "perplexity, answer_nll"
+ANSWERED = "exact_match, stopped, length"
+SCORED = "perplexity, answer_nll"
 COMPARED = "pair_accuracy, pair_accuracy_per_token"
 """What is computed of greedy answers, of the data's answers and of pairs."""
 _READING = ("max_length", "image_folder", "apply_chat_template", "chat_template_kwargs")
@@ -49,8 +50,10 @@ _OF_TASKS = (
     "chat_template_kwargs",
 )
 """Options that rows are read by, and those that evaluations of data and of tasks are kept with."""
-_SWITCH, _SEVERAL = {"action": "store_true"}, {"nargs": "+", "default": [], "metavar": "NAME"}
-_NUMBER, _FOLDER = {"type": number(1), "metavar": "N"}, {"metavar": "FOLDER"}
+_SWITCH = {"action": "store_true"}
+_SEVERAL = {"nargs": "+", "default": [], "metavar": "NAME"}
+_NUMBER = {"type": number(1), "metavar": "N"}
+_FOLDER = {"metavar": "FOLDER"}
 _OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "data": ({"metavar": "FILE"}, "a .jsonl, .json, .csv or .parquet file, a folder or a hub name"),
     "split": ({"default": "train"}, "split of a hub data set or saved DatasetDict (train)"),
@@ -211,7 +214,8 @@ def read_rows(given: argparse.Namespace, tokenizer: "PreTrainedTokenizerBase") -
     )
     other = [] if near is None or near.missing else [f"{a}={b}" for a, b in near.columns.items() if a != b]
     advice = f"; try --columns {' '.join(other)}" if other else ""
-    single, rows = form(row_schema.SUPERVISED) or form(row_schema.PROMPTS), EvaluationRows()
+    single = form(row_schema.SUPERVISED) or form(row_schema.PROMPTS)
+    rows = EvaluationRows()
     if {"completion", "reference"} <= {*columns}:  # of a file that `sample` or `judge` wrote
         told = "column reference: answers are compared with column completion; give the file that was sampled from"
         rows.left_out.append(told)
@@ -281,7 +285,8 @@ def judge_answers(
     from ..generation.rollout import until_terminal
     from ..scoring.layouts import Prompt
 
-    prompts, ends = [Prompt.of(row) for row in rows.asked], answerer.ends
+    prompts = [Prompt.of(row) for row in rows.asked]
+    ends = answerer.ends
     some = lambda numbers: answerer.generate([prompts[n] for n in numbers], given.max_completion_length)  # noqa: E731
     kept = kept_answers(answerer, rows.asked, given)
     answers = in_batches(some, [*map(len, prompts)], given.batch_size, "answering", kept)
@@ -342,7 +347,8 @@ def in_batches(
     """
     from ..monitoring.progress import TaskProgress
 
-    order, kept = sorted(range(len(lengths)), key=lambda n: -lengths[n]), kept or ResumableBatches(None, {})
+    order = sorted(range(len(lengths)), key=lambda n: -lengths[n])
+    kept = kept or ResumableBatches(None, {})
     with TaskProgress(len(lengths), what, "row") as steps:
         for first in range(0, len(order), size):
             numbers = order[first : first + size]

@@ -67,7 +67,8 @@ class InferenceModel:
     ) -> list[list[int]]:
         """An answer of at most `longest` tokens to each prompt; temperature None or 0: greedy. What is drawn depends on
         `seed` and on the prompts that are answered together. Raises InputError for logits that are NaN."""
-        pad_id, drawn = self.tokenizer.pad_token_id, (temperature or None, batch_size, self.vocabulary, self.see)
+        pad_id = self.tokenizer.pad_token_id
+        drawn = (temperature or None, batch_size, self.vocabulary, self.see)
         try:
             with rollout.seeded(self.device, *seed):
                 return rollout.generate(self.model, prompts, longest, self.ends, pad_id, *drawn)
@@ -114,7 +115,8 @@ def read_prompts(
     """Prepared rows (`prompt_ids`, `completion_ids`, `asked`) of files with prompts, and maybe their right answers.
     Raises InputError for the first bad row, and for rows without a prompt."""
     paths = [source.path for source in (sources if isinstance(sources, list) else [sources])]
-    where, name = ", ".join(paths), "prompts" if len(paths) > 1 else Path(paths[0]).name
+    where = ", ".join(paths)
+    name = "prompts" if len(paths) > 1 else Path(paths[0]).name
     rows = prepare(load(sources, "prompts"), PromptReader(), tokenizer, options, name)
     if not isinstance(rows, datasets.Dataset):
         raise InputError(f"{where}: data of known length is wanted: drop streaming")

@@ -99,7 +99,8 @@ def compose(method: Method, given: argparse.Namespace, file: Path) -> str:
     options = {"apply_chat_template": True} if as_text and _has_template(models["model"]) else {}
     if models["model"] == usual["model"]:
         options |= {name: value for name, value in own.get("train", {}).items() if name == "chat_template_kwargs"}
-    of_source, of_model = field_docs("Source"), field_docs("ModelSection")["name_or_path"]
+    of_source = field_docs("Source")
+    of_model = field_docs("ModelSection")["name_or_path"]
     tree: dict[str, Any] = {"method": (method.name, method.title)}
     tree |= {name: {"name_or_path": (value, of_model + also[name])} for name, value in models.items()}
     tree["model"] |= {"lora": _LORA} if given.lora else {}
@@ -118,7 +119,8 @@ def compose(method: Method, given: argparse.Namespace, file: Path) -> str:
 
 def _rounds(count: int, shipped: dict, answered: bool) -> dict[str, tuple[Any, str]]:
     """{option: (value, comment)} of the section `rounds`. shipped: that of the shipped recipe."""
-    docs, usual = field_docs("RoundsSection"), vars(RoundsSection()) | shipped
+    docs = field_docs("RoundsSection")
+    usual = vars(RoundsSection()) | shipped
     judge = "exact_match" if answered else {"by": "model", "name": "ORG/REWARD_MODEL"}
     names = ["num_generations", "temperature", "max_completion_length", *({"reference"} & shipped.keys())]
     found: dict[str, Any] = {"count": (count, _EACH_ROUND)} | {name: (usual[name], docs[name]) for name in names}
@@ -131,7 +133,9 @@ def _choose_rows(reader: Method, shipped: dict, given: argparse.Namespace) -> tu
     rows = shipped.get("data", {"train": {"path": "ROWS.jsonl"}})
     path = given.data or _answer("data", rows["train"]["path"], given.yes)
     if path == rows["train"]["path"]:
-        sources, as_text, answered = dict(rows), shipped.get("train", {}).get("apply_chat_template", False), True
+        sources = dict(rows)
+        as_text = shipped.get("train", {}).get("apply_chat_template", False)
+        answered = True
     else:
         source, as_text, answered = look_at(path, reader, "--data")
         sources = {"train": source}
@@ -145,7 +149,8 @@ def _training(
 ) -> dict[str, tuple[Any, str]]:
     """{option: (value, comment)} of the section `train`. shipped: that of the shipped recipe. options: of templates."""
     lora = given.lora
-    common, docs = field_docs("PostTrainConfig"), field_docs(method.config_name)
+    common = field_docs("PostTrainConfig")
+    docs = field_docs(method.config_name)
     defaults = {name: field.default for name, field in train_fields(method.name).items()}
     found = {name: (value, common[name]) for name, value in options.items()}
     # of the method's own options those that its shipped recipe sets; without one, those with a limit and a value
@@ -155,7 +160,8 @@ def _training(
         comment = re.sub("the names in `.*`", ", ".join(method.loss_papers), docs[name])
         found[name] = shipped.get(name, defaults[name]), comment
     found |= {name: (shipped.get(name, value), comment) for name, (value, comment) in _TRAIN.items()}
-    rate, of_adapter = defaults["learning_rate"], "; an adapter takes ten times that of all weights"
+    rate = defaults["learning_rate"]
+    of_adapter = "; an adapter takes ten times that of all weights"
     found["learning_rate"] = float(f"{rate * 10**lora:g}"), docs["learning_rate"] + of_adapter * lora
     found["max_length"] = shipped.get("max_length", defaults["max_length"]), common["max_length"]
     if given.rounds:
@@ -176,7 +182,8 @@ def field_docs(name: str) -> dict[str, str]:
 
     The texts come from the source, since an import takes torch.
     """
-    package, docs = Path(__file__).parents[1], dict[str, str]()
+    package = Path(__file__).parents[1]
+    docs = dict[str, str]()
     for file in (*package.glob("methods/*.py"), *package.rglob("config.py"), package / "recipe" / "sections.py"):
         text = file.read_text(encoding="utf-8")
         nodes = ast.parse(text).body if f"class {name}" in text else []
@@ -255,7 +262,8 @@ def _written(tree: dict[str, Any], depth: int = 0) -> Iterator[str]:
             yield f"{'  ' * depth}{key}:\n"
             yield from _written(given, depth + 1)
             continue
-        line, comment = f"{'  ' * depth}{key}: {in_yaml(given[0])}".ljust(37), given[1]
+        line = f"{'  ' * depth}{key}: {in_yaml(given[0])}".ljust(37)
+        comment = given[1]
         fitting = f".{{1,{max(40, 116 - len(line))}}}"
         ends = (re.match(f"{fitting}(?={end})", comment) for end in ("$", "; ", r"[:,] (?![^{]*\})| \("))
         cut = next(filter(None, ends), None)

@@ -59,10 +59,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if (number := next(unknown, None)) is not None:
             problem = "column 'reference': missing or null, and exact_match compares with the right answer in it"
             raise InputError(f"{given.file}, row {number}: {problem}")
-    count, total = 0, 0.0
+    count = 0
+    total = 0.0
     for row in judge(rows, section, given):
         if row["score"] is not None:
-            count, total = count + 1, total + row["score"]
+            count = count + 1
+            total = total + row["score"]
     mean = f", {total / count:.4g} on average" if count else ""
     tell(f"{count} of {len(rows)} answers have a score{mean}; they are in {given.out}")
     return 0
@@ -73,7 +75,8 @@ def read_section(given: Any) -> JudgeSection:
     kind, *name = given.by
     if not name:  # a short form, as recipes have it
         short = expand_judge(kind)
-        kind, name = short["by"], [short["name"]] if "name" in short else []
+        kind = short["by"]
+        name = [short["name"]] if "name" in short else []
     if len(name) > 1:
         raise InputError(f"command line: --by takes a kind and a name, and was given {' '.join(given.by)}")
     question = None

@@ -28,7 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with the base")
     given = parser.parse_args(argv)
     section = section_of_adapter(given.adapter, given.base)
-    section.dtype, section.trust_remote_code = given.dtype, given.trust_remote_code
+    section.dtype = given.dtype
+    section.trust_remote_code = given.trust_remote_code
     out = given.out.absolute()
     if os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir())):
         parser.error(f"OUT: {given.out} is there already: name another folder, or delete it")
@@ -72,7 +73,8 @@ def merge(section: ModelSection, folder: Path) -> str:
     except InputError as error:
         raise InputError(f"{adapter} cannot be merged: {error.__cause__ or error}") from error
     # a run saves with its adapter how the model generates
-    inner, reader = policy.get_base_model(), read_by(tokenizer)
+    inner = policy.get_base_model()
+    reader = read_by(tokenizer)
     inner.generation_config = load.generation_config_of(ModelSection(adapter)) or inner.generation_config
     ends = find_terminal_ids(policy, tokenizer, None)
     align_generation(policy, tokenizer, ends)

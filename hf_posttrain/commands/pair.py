@@ -14,7 +14,8 @@ from ..rounds.pairing import SelectedRows, pair_up
 from .judge import by_prompt, read_answers, text_of
 from .resumable_jsonl import refuse_existing, write_rows
 
-BEGIN_THOUGHT, END_THOUGHT = "<think>", "</think>"
+BEGIN_THOUGHT = "<think>"
+END_THOUGHT = "</think>"
 _EXAMPLES = """examples:
   hf-posttrain pair judged.jsonl --method METHOD --out rows.jsonl
   hf-posttrain pair judged.jsonl --method METHOD --take all --margin 0.5 --out rows.jsonl
@@ -108,7 +109,8 @@ def used(groups: list[list[dict[str, Any]]], found: SelectedRows) -> list[dict[s
 def is_cut(row: dict[str, Any]) -> bool:
     """Did an answer not end, or end inside a thought? As a text it would be trained with an end, and a chat template
     would close its thought, or write an empty one before it."""
-    prompt, answer = row.get("prompt"), row["completion"]
+    prompt = row.get("prompt")
+    answer = row["completion"]
     opened = BEGIN_THOUGHT if isinstance(prompt, str) and prompt.rstrip().endswith(BEGIN_THOUGHT) else ""
     text = (opened + (answer if isinstance(answer, str) else "")).lstrip()
     return row.get("stopped") is False or (text.startswith(BEGIN_THOUGHT) and END_THOUGHT not in text)
@@ -124,7 +126,8 @@ def made_rows(
             chat = first.get("messages")
             made: dict[str, Any] = {"prompt": chat or first["prompt"]}
             if as_ids:
-                made, chat = {"prompt_ids": first["prompt_ids"]}, None
+                made = {"prompt_ids": first["prompt_ids"]}
+                chat = None
             for column, number in zip(kind.answers, row.answers, strict=True):
                 if as_ids:
                     made[column] = group[number]["completion_ids"]

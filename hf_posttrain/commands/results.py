@@ -11,7 +11,8 @@ from typing import Any
 from ..errors import InputError
 
 logger = logging.getLogger(__name__)
-EVALUATIONS, RESULTS = "evaluations.json", "all_results.json"
+EVALUATIONS = "evaluations.json"
+RESULTS = "all_results.json"
 _IDENTITY = ("model", "adapter", "data", "split", "task")
 """Two evaluations that agree in these are one: the later replaces the earlier."""
 
@@ -52,7 +53,8 @@ def keep(folder: Path, found: list[dict[str, Any]]) -> None:
     kept, results = read_kept(folder)
     last = {_stem(entry): _identity(entry) for entry in kept}  # the later ones are those of RESULTS
     for entry in found:
-        stem, now = _stem(entry), _identity(entry)
+        stem = _stem(entry)
+        now = _identity(entry)
         before = last.get(stem, now)
         if differing := [f"{name} {before[name]}, now {now[name]}" for name in _IDENTITY if before[name] != now[name]]:
             said = "%s: the numbers eval_%s_... of an earlier evaluation (%s) are replaced; %s has both"

@@ -23,7 +23,8 @@ class ResumableFile:
     def __init__(self, out: Path, key: dict[str, Any]):
         from ..trainer.output_dir import hold
 
-        self.out, self.part = out, out.with_name(f"{out.name}.part")
+        self.out = out
+        self.part = out.with_name(f"{out.name}.part")
         refuse_existing(out)
         try:
             self.file = self.part.open("a", encoding="utf-8")
@@ -37,7 +38,8 @@ class ResumableFile:
 
     def _go_on(self, key: dict[str, Any]) -> int:
         """How many pieces an earlier try has written, whose last line may be cut off; of none, write the first line."""
-        count, head = 0, json.dumps({"made_by": key}, ensure_ascii=False, sort_keys=True) + "\n"
+        count = 0
+        head = json.dumps({"made_by": key}, ensure_ascii=False, sort_keys=True) + "\n"
         with self.part.open("rb") as file:
             if (first := file.readline()) and first.decode("utf-8", "replace") != head:
                 problem = f"is of an earlier command, with {_differing(first, key)}"
@@ -45,7 +47,8 @@ class ResumableFile:
             whole = len(first)
             for line in file:
                 if line.startswith(f'{{"{END}"'.encode()) and line.endswith(b"\n"):
-                    count, whole = count + 1, file.tell()
+                    count = count + 1
+                    whole = file.tell()
         self.file.truncate(whole)
         if not whole:
             self.file.write(head)
@@ -138,7 +141,8 @@ class ResumableBatches:
     """
 
     def __init__(self, file: Path | None, key: dict[str, Any]):
-        self.file, self.found = file, dict[int, Any]()
+        self.file = file
+        self.found = dict[int, Any]()
         head = json.dumps(key, sort_keys=True, ensure_ascii=False)
         if file is None:
             return

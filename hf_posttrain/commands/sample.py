@@ -88,7 +88,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         source.chat_template = given.chat_template
     count = stopped = 0
     for row in sample(source, given):
-        count, stopped = count + 1, stopped + row["stopped"]
+        count = count + 1
+        stopped = stopped + row["stopped"]
     tell(f"{count} answers, of which {stopped / count:.0%} ended by themselves, are in {given.out}")
     return 0
 
@@ -136,11 +137,17 @@ class SamplingJob:
     def __init__(
         self, section: ModelSection, tokenizer: "PreTrainedTokenizerBase", rows: Any, where: str, switches: Any = None
     ):
-        self.section, self.tokenizer, self.where, self.switches = section, tokenizer, where, switches
+        self.section = section
+        self.tokenizer = tokenizer
+        self.where = where
+        self.switches = switches
         self.rows: list[dict[str, Any]] = [row for row in rows if row["prompt_ids"]]
         if lacking := len(rows) - len(self.rows):
             logger.info("%s: %d rows have no prompt: they are left out", where, lacking)
-        self.count, self.temperature, self.longest, self.seed = 1, 1.0, 256, 42
+        self.count = 1
+        self.temperature = 1.0
+        self.longest = 256
+        self.seed = 42
         self.low: Any = None  # dtype of autocast
         self.device: Any = None
         self.ends: list[int] = []
@@ -244,7 +251,8 @@ def _by_model(asked: SamplingJob, batch_size: int | None) -> Any:
         with torch.autocast(model.device.type, asked.low) if asked.low else nullcontext():
             seed = asked.seed, first
             found = model.generate(prompts, asked.longest, asked.temperature, seed, batch_size)
-            size, logps = batch_size or len(prompts), []
+            size = batch_size or len(prompts)
+            logps = []
             for start in range(0, len(prompts), size):
                 part = slice(start, start + size)
                 logps += model.logps(prompts[part], found[part], asked.temperature or 1.0)
@@ -264,7 +272,8 @@ def _by_server(asked: SamplingJob, url: str) -> Any:
         raise InputError(conflict(Feature.SAMPLE_URL, Feature.IMAGES))
     server = Server(url, "--url")
     with as_server_error():
-        served, told = server.card()["id"], server.settings()
+        served = server.card()["id"]
+        told = server.settings()
     mode = told["model_config"]["logprobs_mode"] if told else "unknown"
     if mode != "processed_logprobs" and asked.temperature not in (1, 0):
         how = "start it with --logprobs-mode processed_logprobs and VLLM_SERVER_DEV_MODE=1, or sample at temperature 1"

@@ -46,7 +46,8 @@ class Aligned:
     @cached_property
     def match(self) -> list[int]:
         """The teacher's token for each student token that forms a chunk with it alone, -1 for any other token."""
-        mine, theirs = _by_chunk(self.chunks), _by_chunk(self.their_chunks)
+        mine = _by_chunk(self.chunks)
+        theirs = _by_chunk(self.their_chunks)
         alone = {chunk: places[0] for chunk, places in theirs.items() if len(places) == len(mine.get(chunk, ())) == 1}
         return [alone.get(chunk, -1) for chunk in self.chunks]
 
@@ -78,7 +79,10 @@ class Aligner:
     def __init__(
         self, student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, ends: Sequence[int], their_end: int
     ):
-        self.student, self.teacher, self.ends, self.their_end = student, teacher, list(ends), their_end
+        self.student = student
+        self.teacher = teacher
+        self.ends = list(ends)
+        self.their_end = their_end
         self.mine, self.theirs = (_spellings(tokenizer) for tokenizer in (student, teacher))
         alone = {*self.theirs.values()} - {*self.mine.values()}
         lacking = sorted((spelt, token) for token, spelt in self.theirs.items() if spelt in alone)
@@ -98,7 +102,8 @@ class Aligner:
         mine, others = (_chunks(each, [pair[side] for pair in common]) for side, each in enumerate((cuts, their_cuts)))
         # of the parts between common cuts those that say the same are chunks
         parts = ((said[a:b], their_text[c:d]) for (a, c), (b, d) in pairwise([(0, 0), *common]))
-        number, of_part = 0, []
+        number = 0
+        of_part = []
         for one, other in parts:
             same = _say_the_same(one, other)
             of_part.append(number if same else -1)
@@ -107,7 +112,9 @@ class Aligner:
         mine, others = ([of_part[part] for part in side] for side in (mine, others))
         mine = [LEFT_OUT if cut > whole else chunk for cut, chunk in zip(cuts, mine, strict=True)]
         if ended:  # by whatever token: a chunk of its own
-            theirs, mine, others = [*theirs, self.their_end], [*mine, number], [*others, number]
+            theirs = [*theirs, self.their_end]
+            mine = [*mine, number]
+            others = [*others, number]
         return Aligned(theirs, mine, others, number + ended, self.longer(theirs))
 
     def longer(self, ids: Sequence[int]) -> list[list[tuple[int, int]]]:
@@ -135,13 +142,15 @@ class Aligner:
 
     def _tokens(self, said: bytes) -> list[int]:
         """The teacher's tokens of a text that stands behind a prompt: of several ways those that say it, or most."""
-        found, most = [], -1
+        found = []
+        most = -1
         for ids in chat.ways_behind(self.teacher, said.decode(errors="replace")):
             text = spell(self.theirs, ids)[0]
             if text == said:
                 return ids
             if (same := chat.shared_length(said, text)) > most:
-                found, most = ids, same
+                found = ids
+                most = same
         return found
 
 
@@ -160,17 +169,20 @@ def _unfinished(said: bytes) -> int:
 def _common_cuts(mine: tuple[bytes, list[int]], theirs: tuple[bytes, list[int]]) -> list[tuple[int, int]]:
     """Where both sides, texts with the ends of their tokens, have cut at the same place of what they have in common:
     (in mine, in theirs), growing in both."""
-    (said, cuts), (their_text, their_cuts) = mine, theirs
+    (said, cuts) = mine
+    (their_text, their_cuts) = theirs
     if said == their_text:
         return [(cut, cut) for cut in sorted({*cuts} & {*their_cuts}) if cut > 0]
     # equal beginnings and ends need no search, which costs most where texts are long
     head = chat.shared_length(said, their_text)
     tail = chat.shared_length(said[: head - 1 if head else None : -1], their_text[: head - 1 if head else None : -1])
-    inner, other = said[head : len(said) - tail], their_text[head : len(their_text) - tail]
+    inner = said[head : len(said) - tail]
+    other = their_text[head : len(their_text) - tail]
     blocks = [(0, 0, head), (len(said) - tail, len(their_text) - tail, tail)]
     found = SequenceMatcher(None, inner, other, autojunk=False).get_matching_blocks()
     blocks += [(head + block.a, head + block.b, block.size) for block in found if block.size]
-    ends, common = {*their_cuts}, {(0, 0)}
+    ends = {*their_cuts}
+    common = {(0, 0)}
     for a, b, size in sorted(blocks):
         common |= {(cut, b + cut - a) for cut in cuts if a <= cut <= a + size and b + cut - a in ends}
     grown: list[tuple[int, int]] = [(0, 0)]
@@ -211,12 +223,14 @@ def spell(spellings: Mapping[int, bytes], ids: Sequence[int]) -> tuple[bytes, li
 
 def _chunks(cuts: Sequence[int], common: Sequence[int]) -> list[int]:
     """Of each token the number of the chunk that it is of, by where it ends; `common` are the ends of the chunks."""
-    found, chunk = [-1] * len(cuts), 0
+    found = [-1] * len(cuts)
+    chunk = 0
     start = 0  # the first token of the chunk
     for place, cut in enumerate(cuts):
         if chunk < len(common) and cut == common[chunk]:
             found[start : place + 1] = [chunk] * (place + 1 - start)
-            chunk, start = chunk + 1, place + 1
+            chunk = chunk + 1
+            start = place + 1
     return [-1 if cut == SPECIAL else chunk for cut, chunk in zip(cuts, found, strict=True)]
 
 
@@ -236,10 +250,12 @@ def shared_ids(student: Mapping[int, bytes], teacher: Mapping[int, bytes]) -> tu
 def bytes_of(tokenizer: PreTrainedTokenizerBase) -> dict[int, bytes]:
     """The bytes that each id stands for within a text, special ones left out. Last come those of sentencepiece for a
     single byte, which are written where there is no other."""
-    special, added = chat.special_ids(tokenizer), tokenizer.get_added_vocab()
+    special = chat.special_ids(tokenizer)
+    added = tokenizer.get_added_vocab()
     by_byte = "ByteLevel" in str(tokenizer.backend_tokenizer.decoder)  # type: ignore[attr-defined]
     table = {character: byte for byte, character in enumerate(_characters())}
-    plain, single = {}, {}
+    plain = {}
+    single = {}
     for token, number in sorted(tokenizer.get_vocab().items(), key=lambda pair: pair[1]):
         if number in special:
             continue

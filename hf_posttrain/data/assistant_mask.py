@@ -43,7 +43,8 @@ def assistant_mask(
     # teach empty answers. Where a template writes no headers, turns of assistants follow one another in one run
     ends = [0, *accumulate(int(i == end_id) for i in ids)]
     for _, turn in groupby(range(len(ids)), lambda n: (mask[n], ends[n])):
-        first, stop = (place := [*turn])[0], place[-1] + 1
+        first = (place := [*turn])[0]
+        stop = place[-1] + 1
         if not str(tokenizer.decode(ids[first:stop], skip_special_tokens=True)).strip():
             mask[first:stop] = [0] * (stop - first)
     runs = [[*run] for trained, run in groupby(range(len(ids)), mask.__getitem__) if trained]
@@ -54,7 +55,8 @@ def assistant_mask(
     given = _Rendered(template, messages, end_id, full, ids, offsets)
     _check_written(given, answers, [(offsets[run[0]][0], offsets[run[-1]][1]) for run in runs])
     # 3. drop what follows the last trained token (a user's turn, a line break), and close a last turn left open
-    size, last = runs[-1][-1] + 1, messages[-1]
+    size = runs[-1][-1] + 1
+    last = messages[-1]
     ended = ids[size - 1] in {end_id} | chat.special_ids(tokenizer)  # a call may have an end of its own
     end = [end_id] if len(messages) - 1 in answers and text_of(last).strip() and not ended else []
     # 4. BOS once: some templates write it, for others the tokenizer does
@@ -69,11 +71,15 @@ def _check_written(given: "_Rendered", answers: Collection[int], turns: list[tup
 
     answers: numbers of the trained messages. turns: where trained turns begin and end in the text.
     """
-    messages, full, tokenizer = given.messages, given.full, given.template.tokenizer
+    messages = given.messages
+    full = given.full
+    tokenizer = given.template.tokenizer
     wrote = [full[begin:end] for begin, end in turns]
-    trained, said = "\n".join(wrote), text_of([messages[n] for n in answers])
+    trained = "\n".join(wrote)
+    said = text_of([messages[n] for n in answers])
     for n, message in enumerate(messages):
-        others, content = [other["content"] for other in messages if other is not message], message["content"].strip()
+        others = [other["content"] for other in messages if other is not message]
+        content = message["content"].strip()
         inside = n not in answers and content and full.count(content) == trained.count(content)
         if inside and trained.count(content) > said.count(content):
             problem = f"the chat template writes message {n} ({message['role']}) inside a turn of the assistant's"
@@ -106,11 +112,14 @@ def _tagged_mask(template: chat.ChatTemplate, messages: Messages, end_id: int, f
     options: dict[str, Any] = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
     options |= {"tokenizer_kwargs": {"return_offsets_mapping": True}}
     encoded = template.apply(messages, **options)
-    ids, mask, offsets = list(encoded["input_ids"]), list(encoded["assistant_masks"]), encoded["offset_mapping"]
+    ids = list(encoded["input_ids"])
+    mask = list(encoded["assistant_masks"])
+    offsets = encoded["offset_mapping"]
     if template.pictures:  # transformers knows nothing of their text: from its tokens to those of the whole text
         places = template.moved(messages, [begin for (begin, _), on in zip(offsets, mask, strict=True) if on])
         encoded = template.tokenizer(full, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        ids, offsets = encoded["input_ids"], encoded["offset_mapping"]
+        ids = encoded["input_ids"]
+        offsets = encoded["offset_mapping"]
         mask = [int(begin in places) for begin, _ in offsets]
     for n in range(1, len(ids)):
         # the turn end right after a tagged span is trained too; and where the last character of a span is split into
@@ -133,7 +142,8 @@ def _rendered_mask(
     encoded = template.tokenizer(full, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     given = _Rendered(template, messages, end_id, full, encoded["input_ids"], encoded["offset_mapping"])
     # from the last turn to the first, since each must end before `limit`, the character where the next one begins
-    mask, limit = [0] * len(given.ids), len(full)
+    mask = [0] * len(given.ids)
+    limit = len(full)
     for n in (n for n in reversed(range(len(messages))) if messages[n]["role"] == "assistant"):
         begin = given.begin_of(n)
         first = given.token_at(begin)
@@ -143,7 +153,8 @@ def _rendered_mask(
         if stop <= first and messages[n]["content"].strip():
             raise InputError(f"{ASKED}: message {n} (assistant): the end of its turn is not found")
         trained = chosen is None or n in chosen
-        mask[first:stop], limit = [int(trained)] * (stop - first), begin
+        mask[first:stop] = [int(trained)] * (stop - first)
+        limit = begin
     return given.ids, mask, given.offsets
 
 
@@ -195,7 +206,9 @@ class _Rendered(NamedTuple):
     def stop_of(self, n: int, begin: int, limit: int) -> int:
         """The token behind the end of message n, which stands between the characters `begin` and `limit`."""
         behind = self.content_of(n, begin, limit)
-        after, stop, later = self.token_at(behind), len(self.ids), self.messages[n + 1 :]
+        after = self.token_at(behind)
+        stop = len(self.ids)
+        later = self.messages[n + 1 :]
         ends_there = after < len(self.ids) and self.ids[after] == self.end_id
         if later and (self.messages[n].get("tool_calls") or not ends_there):
             # calls follow the content, or there is no end: the turn rendered as the last one shows how far it goes,
@@ -232,5 +245,6 @@ class _Rendered(NamedTuple):
         """The token where the next message begins, or where the content of message n ends if no end is before that."""
         following = self.messages[n + 1]["content"].strip()
         bound = self.full.find(following, behind, limit) if following else -1
-        after, stop = self.token_at(behind), self.token_at(bound if bound >= 0 else limit)
+        after = self.token_at(behind)
+        stop = self.token_at(bound if bound >= 0 else limit)
         return stop if self.end_id in self.ids[after:stop] else after

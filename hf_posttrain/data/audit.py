@@ -23,7 +23,9 @@ from .prepare import notes, tokenised
 from .row_schema import Reader, RowKind, class_weights
 
 STREAMED = 1000  # examples of a stream that are audited: its first
-DROPPED_SHARE, TRUNCATED_SHARE, ENDLESS_SHARE = 0.1, 0.5, 0.2
+DROPPED_SHARE = 0.1
+TRUNCATED_SHARE = 0.5
+ENDLESS_SHARE = 0.2
 """Shares above which it is warned of examples that are dropped, that are cut at all, and of completions that lose their
 end: a model that is shown too few ends does not learn to stop."""
 BALANCE = 4.0  # weight of one class of labels over that of the other above which it is warned
@@ -135,7 +137,8 @@ class DataAudit:
             return [f"{self.name}: all {self.examples} examples are dropped, with no trained token: raise max_length"]
         # what max_length takes away
         found = [*self.mistakes]
-        dropped, truncated = self.examples - self.kept, sum(cut.count for cut in self.truncated)
+        dropped = self.examples - self.kept
+        truncated = sum(cut.count for cut in self.truncated)
         endless = sum(cut.count for cut in self.truncated if "completion" in cut.reason)
         longest = (self.lengths["uncut"] or {}).get("max")
         has = f"the longest has {longest} tokens"
@@ -187,7 +190,8 @@ def audits(
         audit.notes = [note for note, level in levels.items() if level < logging.WARNING]
         audit.mistakes = [note for note, level in levels.items() if level >= logging.WARNING]
     if all(isinstance(raw.get(key), datasets.Dataset) for key in ("train", "eval")):
-        (seen, keys), (rows, _) = examples["train"], examples["eval"]
+        (seen, keys) = examples["train"]
+        (rows, _) = examples["eval"]
         known = rows[keys].isin(seen[keys].to_numpy().ravel()).any(axis=1)
         made["eval"].overlap = _found(rows[known & (rows.state & NO_TARGET == 0)])
     return made
@@ -219,7 +223,8 @@ def _count(raw: Any, every: pd.DataFrame, keys: list[str], kind: RowKind, config
     if kind.paired:
         made.identical = _found(kept[kept.state & ALIKE > 0])
     if kind.labelled:
-        good, bad = int(kept.label.sum()), int((~kept.label).sum())
+        good = int(kept.label.sum())
+        bad = int((~kept.label).sum())
         made.classes = {"desirable": good, "undesirable": bad}
         if good and bad:
             weights = class_weights(config.desirable_weight, config.undesirable_weight, kept.label.tolist())

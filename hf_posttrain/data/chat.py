@@ -65,9 +65,11 @@ class ChatTemplate(NamedTuple):
 
     def _with_pictures(self, text: str, messages: Messages) -> str:
         """A rendering with the text of each picture in its place. Raises InputError where the template lacks places."""
-        reader, wanted = read_by(self.tokenizer), sum(message["content"].count(MARK) for message in messages)
+        reader = read_by(self.tokenizer)
+        wanted = sum(message["content"].count(MARK) for message in messages)
         assert reader is not None  # who else has expanded them?
-        place, parts = reader.place, text.split(reader.place)
+        place = reader.place
+        parts = text.split(reader.place)
         if len(parts) - 1 != wanted:
             raise InputError(f"the chat template writes {len(parts) - 1} places ({place}) for {wanted} pictures")
         return "".join(part + picture for part, picture in zip(parts, (*self.pictures[:wanted], ""), strict=True))
@@ -114,7 +116,8 @@ class ChatTemplate(NamedTuple):
         """What of the messages is not in their rendering `full` although a template may well leave it out: keys that it
         does not write, tools, thinking of earlier turns, text next to a call, switches, today's date. Raises InputError
         for a message of which it writes neither text nor calls, as of an unknown role, and for a lost call."""
-        template, numbered = self.text, [_numbered(m, n) for n, m in enumerate(messages)]
+        template = self.text
+        numbered = [_numbered(m, n) for n, m in enumerate(messages)]
         if self.kwargs:
             check_switches(self.tokenizer, self.kwargs)
         found = [f"chat_template_kwargs {shown(key)}" for key in self.kwargs or () if key not in variables(template)]
@@ -127,7 +130,8 @@ class ChatTemplate(NamedTuple):
             raise InputError("the chat template: a value of the messages or tools is nested too deeply") from None
         probed = _render_probes(self.tokenizer, template, given) or given
         for n, (message, probe) in enumerate(zip(messages, numbered, strict=True)):
-            where, content = f"message {n} ({shown(message['role'])[1:-1]})", message["content"].strip()
+            where = f"message {n} ({shown(message['role'])[1:-1]})"
+            content = message["content"].strip()
             if any(mark not in probed for mark in re.findall(rf"{_PROBE}\w+", str(probe.get("tool_calls")))):
                 raise InputError(f"{where}: the chat template does not write its call of {named(call_names(message))}")
             if not content or probe["content"] in probed:
@@ -168,7 +172,8 @@ def _with_calls(message: dict[str, Any], change: Callable[[Any, int], dict]) -> 
 
 def _numbered(message: dict[str, Any], n: int) -> dict[str, Any]:
     """Message n with texts that stand nowhere else in place of its own and of the names and arguments of its calls."""
-    mark, kept = f"{_PROBE}n{n}", ("role", "name", "tool_call_id")
+    mark = f"{_PROBE}n{n}"
+    kept = ("role", "name", "tool_call_id")
     texts = {key: value for key, value in message.items() if isinstance(value, str) and key not in kept}
     message = _with_calls(
         message,
@@ -335,7 +340,8 @@ def mark_turn_end(tokenizer: PreTrainedTokenizerBase) -> None:
     if not written:
         return
 
-    special, markers = special_ids(tokenizer), marker_ids(tokenizer)
+    special = special_ids(tokenizer)
+    markers = marker_ids(tokenizer)
     of_tail, of_turn = plain_ids(tokenizer, [tail, between])
     ends = [i for i in of_tail if i in markers]
     # a special token after each turn ends it, whatever markup stands before it
@@ -366,7 +372,8 @@ def _added_special_ids(tokenizer: PreTrainedTokenizerBase, size: int) -> frozens
 
 def join_messages(prompt: Messages, completion: Messages) -> Messages:
     """`prompt + completion`; a completion that continues a prefilled assistant turn is one turn with it."""
-    last, first = prompt[-1], completion[0]
+    last = prompt[-1]
+    first = completion[0]
     if (last["role"], first["role"]) != ("assistant", "assistant"):
         return prompt + completion
     return [*prompt[:-1], {**last, **first, "content": last["content"] + first["content"]}, *completion[1:]]
@@ -400,7 +407,8 @@ def plain_ids(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list
 
 def prefix_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The ids that the tokenizer itself writes before any text: usually [] or [BOS]."""
-    bare, dressed = plain_ids(tokenizer, ["x"])[0], tokenizer("x")["input_ids"]
+    bare = plain_ids(tokenizer, ["x"])[0]
+    dressed = tokenizer("x")["input_ids"]
     return next((dressed[:n] for n in range(len(dressed)) if dressed[n : n + len(bare)] == bare), [])
 
 
@@ -450,7 +458,8 @@ def encode_pairs(
 
 def _ids_behind(tokenizer: PreTrainedTokenizerBase, head: list[int], full: list[int], completion: str) -> list[int]:
     """Ids of the completion that with `head` say what `full` says."""
-    ways, whole = ways_behind(tokenizer, completion), tokenizer.decode(full)
+    ways = ways_behind(tokenizer, completion)
+    whole = tokenizer.decode(full)
     first = next(ways)
     return next((ids for ids in chain([first], ways) if tokenizer.decode(head + ids) == whole), first)
 

@@ -78,7 +78,8 @@ def prompt_problem(rows: list[dict], aside: Collection[str], form: str) -> str |
         ours = "" if form == "text" else "system"
     both = {ours: column} | ({"completion": "text"} if form == "text" else {})
     if form == "text" and {"instruction", "output"} <= {*aside}:  # of Alpaca, and the whole prompt once more
-        ours, both = "unused", {"unused": "text"}
+        ours = "unused"
+        both = {"unused": "text"}
     mend = f"write {columns_line(both)}" if ours else f"put its text into the {form.split(' + ')[0]}"
     return (
         f"column {column!r} says what was asked, and {form} does not read it: {mend}; if it is no part of the prompt, "

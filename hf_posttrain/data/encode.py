@@ -15,7 +15,13 @@ from .messages import are_written_messages, text_of, with_reasoning
 from .row_schema import RowKind
 from .teacher_prompts import TeacherPlan, for_teacher, read_teacher
 
-PROMPT_CUT, COMPLETION_CUT, NO_TARGET, ALIKE, CHAT, OTHERS, PICTURE_CUT = 1, 2, 4, 8, 16, 32, 64
+PROMPT_CUT = 1
+COMPLETION_CUT = 2
+NO_TARGET = 4
+ALIKE = 8
+CHAT = 16
+OTHERS = 32
+PICTURE_CUT = 64
 CUT = PROMPT_CUT | COMPLETION_CUT
 """Bits of a row's state: what `fit` cut; nothing is left to train; both branches are the same; it was messages; turns
 of users or tools count as a part of an answer; a picture would be cut, so that the row is left out."""
@@ -197,7 +203,8 @@ def _refuse_rendered(columns: Mapping[str, Sequence], tokenizer: PreTrainedToken
 
 def encode(samples: list[Sample], rows: list[int], tokenizer: PreTrainedTokenizerBase, plan: Plan) -> list[Sample]:
     """Raw samples, all plain text or all messages -> ids. rows: the number of each sample's raw row, for errors."""
-    is_chat, texts = samples[0].is_chat, []
+    is_chat = samples[0].is_chat
+    texts = []
     with error_context(plan.name):
         end_id = chat.turn_end_id(tokenizer, plan.template_kwargs) if is_chat else chat.eos_id(tokenizer)
     for sample, row in zip(samples, rows, strict=True):
@@ -231,13 +238,15 @@ def teachers_prompts(
     asked: TeacherPlan,
 ) -> dict[str, list]:
     """Columns for the teachers of raw samples, of which `raw` has the rows and `rows` their numbers."""
-    teachers, prompts = [], []
+    teachers = []
+    prompts = []
     own = plan._replace(assistant_only=False)
     for row, sample, number in zip(raw, samples, rows, strict=True):
         with error_context(f"{plan.name}, row {number}"):
             if asked.tokenizers and not all(sample.mask or ()):
                 raise InputError("a teacher with its own tokenizer trains whole answers, and the row masks some of one")
-            teacher, given = read_teacher(row, asked), row.get("teacher_prompt_ids") or []
+            teacher = read_teacher(row, asked)
+            given = row.get("teacher_prompt_ids") or []
             if "_ids" not in plan.form:
                 other = for_teacher(row, sample, asked, teacher)
                 theirs = asked.tokenizers.get(teacher, tokenizer)
@@ -265,9 +274,11 @@ def _text(sample: Sample, tokenizer: PreTrainedTokenizerBase, plan: Plan) -> Sam
     if not sample.is_chat:
         return sample._replace(prompt=sample.prompt or "")
     if sample.prompt is None:
-        pairs, chats = [("", template.render(sample.branches[0]).rstrip())], sample.branches
+        pairs = [("", template.render(sample.branches[0]).rstrip())]
+        chats = sample.branches
     elif not sample.branches:
-        pairs, chats = [(template.prompt_text(sample.prompt), "")], [sample.prompt]
+        pairs = [(template.prompt_text(sample.prompt), "")]
+        chats = [sample.prompt]
     else:
         pairs = [template.split(sample.prompt, branch) for branch in sample.branches]
         chats = [chat.join_messages(sample.prompt, branch) for branch in sample.branches]
@@ -306,7 +317,8 @@ def _assistant_ids(sample: Sample, tokenizer: PreTrainedTokenizerBase, plan: Pla
 
 def _is_empty(sample: Sample) -> bool:
     """Is an answer blank, without text and calls, or are all of a whole conversation? Then the row is dropped."""
-    whole, branches = sample.prompt is None and sample.is_chat, sample.branches
+    whole = sample.prompt is None and sample.is_chat
+    branches = sample.branches
     last = [{"content": branch} if isinstance(branch, str) else branch[-1] for branch in branches]
     turns = [turn for turn in branches[0] if turn["role"] == "assistant"] if whole else last
     said = [bool(turn["content"].strip() or turn.get("tool_calls")) for turn in turns]
@@ -316,7 +328,8 @@ def _is_empty(sample: Sample) -> bool:
 def context(sample: Sample, plan: Plan) -> Sample:
     """`sample` with at least one prompt token, which the first prediction needs. Supervised rows without a prompt, or
     with every token trained, take what stands before the first trained token; others refuse an empty prompt."""
-    prompt, branches = sample.prompt, sample.branches
+    prompt = sample.prompt
+    branches = sample.branches
     if not all(branches):  # `fit` drops it
         return sample
     if plan.rows.needs_prompt:
@@ -334,7 +347,9 @@ def context(sample: Sample, plan: Plan) -> Sample:
 
 def fit(sample: Sample, plan: Plan) -> tuple[Sample, int]:
     """The sample cut to size, and the bits PROMPT_CUT, COMPLETION_CUT, NO_TARGET and ALIKE that are true of it then."""
-    prompt, branches, mask = sample.prompt, sample.branches, sample.mask
+    prompt = sample.prompt
+    branches = sample.branches
+    mask = sample.mask
     if plan.rows.sampled:
         prompt = _without_left(prompt, plan.max_length, plan.bos) if plan.max_length else prompt
     elif plan.max_length is not None:

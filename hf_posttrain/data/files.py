@@ -125,7 +125,8 @@ def _json_rows(path: Path, kind: str) -> Iterator[dict[str, Any]]:
 
 def _csv_rows(lines: Iterator[str], separator: str) -> Iterator[dict[str, Any]]:
     csv.field_size_limit(2**31 - 1)
-    reader, line = csv.reader(lines, delimiter=separator, strict=True), 1
+    reader = csv.reader(lines, delimiter=separator, strict=True)
+    line = 1
     try:
         header = [name or f"Unnamed: {n}" for n, name in enumerate(next(filter(None, reader), []))]
         if len(header) > len({*header}):

@@ -109,7 +109,8 @@ def read_label(value: object) -> bool:
 
 def read_format(row: dict, form: str) -> Sample:
     """The raw sample of a row that has the columns of `form`. Raises InputError for a value of the wrong kind."""
-    columns, label = form.split(" + "), None
+    columns = form.split(" + ")
+    label = None
     if "label" in columns:
         label = read_label(row["label"])
     if "_ids" in form:
@@ -163,7 +164,8 @@ def _read_ids(row: dict, form: str, label: bool | None) -> Sample:
         what = "several examples are packed in the row (packing: true does that)" if packed else "the row is padded"
         raise InputError(f"columns {form}: {what}: give each example a row of its own, without padding")
     if form == "input_ids":
-        ids, labels = _ids(row, "input_ids"), row.get("labels")
+        ids = _ids(row, "input_ids")
+        labels = row.get("labels")
         mask = _mask(row.get("completion_mask"), ids)
         if labels is None:
             return Sample([], [ids], mask=mask)

@@ -422,7 +422,8 @@ def read_by(tokenizer: PreTrainedTokenizerBase) -> ImageReader | None:
 
 def with_pictures(processor: Any) -> Any:
     """The tokenizer of a processor, which knows what reads its pictures. Raises InputError where that reads none."""
-    tokenizer, reader = getattr(processor, "tokenizer", None), ImageReader(processor)
+    tokenizer = getattr(processor, "tokenizer", None)
+    reader = ImageReader(processor)
     if tokenizer is None:
         raise InputError(f"{type(processor).__name__} reads no text")
     tokenizer.picture_reader = reader

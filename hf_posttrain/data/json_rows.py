@@ -94,7 +94,8 @@ class RowFiles(datasets.ArrowBasedBuilder):
                     found.add(isinstance(value, str))
         if not texts:
             raise InputError("it has no rows")
-        text, empty = datasets.Value("string"), JsonValue() if dl_manager.is_streaming else datasets.Value("null")
+        text = datasets.Value("string")
+        empty = JsonValue() if dl_manager.is_streaming else datasets.Value("null")
         kinds = {c: JsonValue() if False in found else text if found else empty for c, found in texts.items()}
         self.info.features = datasets.Features(kinds)
         return [datasets.SplitGenerator(name=split, gen_kwargs={"files": paths}) for split, paths in files.items()]
@@ -106,9 +107,11 @@ class RowFiles(datasets.ArrowBasedBuilder):
             raise InputError(f"{Path(file).name}, {error}") from error
 
     def _generate_tables(self, files: list[str]) -> Iterator[tuple[Key, pa.Table]]:
-        features, told = self.info.features, set[str]()
+        features = self.info.features
+        told = set[str]()
         for n, file in enumerate(files):
-            found, m = self._rows(file), 0
+            found = self._rows(file)
+            m = 0
             while rows := list(islice(found, 1000)):
                 if late := set().union(*rows) - {*features} - told:
                     problem = f"column {min(late)!r} is none of the first {_HEAD} rows of the stream"

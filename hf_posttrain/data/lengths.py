@@ -28,7 +28,9 @@ class _ByLength(LengthGroupedSampler):
 
     def __init__(self, sampler: LengthGroupedSampler, rows_per_step: int, seed: int):
         self.__dict__ |= vars(sampler)
-        self.batch_size, self.seed, self.epoch = rows_per_step, seed, 0
+        self.batch_size = rows_per_step
+        self.seed = seed
+        self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
         """Called by the data loader."""
@@ -81,7 +83,8 @@ def check_fills_step(rows: AnyDataset, args: TrainingArguments) -> None:
     """
     if args.parallelism_config is not None:
         return
-    batch, drop_last = args.per_device_train_batch_size * args.world_size, args.dataloader_drop_last
+    batch = args.per_device_train_batch_size * args.world_size
+    drop_last = args.dataloader_drop_last
     if isinstance(rows, datasets.Dataset):
         if drop_last and len(rows) < batch:
             raise InputError(f"dataloader_drop_last: {len(rows)} rows do not fill a batch of {batch}: set it to false")
@@ -153,10 +156,13 @@ def warn_if_too_long(rows: AnyDataset | None, config: PretrainedConfig, args: Tr
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if positions is None or not isinstance(rows, datasets.Dataset):
         return
-    lengths, what, remedy = full_lengths(rows, args), "are", f"set train.max_length={positions}"
+    lengths = full_lengths(rows, args)
+    what = "are"
+    remedy = f"set train.max_length={positions}"
     if getattr(args, "max_completion_length", None):
         section = "rounds" if getattr(args, "rounds", None) else "train"
-        what, remedy = "may become", f"{remedy}, and {section}.max_completion_length below it"
+        what = "may become"
+        remedy = f"{remedy}, and {section}.max_completion_length below it"
     if positions > 0 and (count := int((lengths > positions).sum())):
         logger.warning(
             "train: %d examples %s longer than the model's %d positions (max_position_embeddings), up to %d tokens: %s",

@@ -62,7 +62,8 @@ def _clean_message(message: object, n: int) -> dict[str, Any]:
         if not isinstance(name, str) or name not in _SHAREGPT:
             raise InputError(f"message {n} is from {shown(name)}, expected one of {', '.join(_SHAREGPT)}")
         message = {"role": _SHAREGPT[name], "content": message.pop("value", None), **message}
-    role, calls = message.get("role"), message.pop("tool_calls", None)
+    role = message.get("role")
+    calls = message.pop("tool_calls", None)
     if not isinstance(role, str) or not role.strip():
         raise InputError(f"message {n} has no role, expected {{role, content}}; its keys are {shown([*message])}")
     # a role that a template does not know may be rendered as it is, or dropped: better refused here
@@ -126,9 +127,11 @@ def with_reasoning(turns: Messages, wanted: str, key: str | None) -> Messages:
 
 
 def _with_reasoning(turn: dict[str, Any], n: int, wanted: str, key: str | None) -> dict[str, Any]:
-    found, content = [turn[name] for name in REASONING if turn.get(name)], turn["content"]
+    found = [turn[name] for name in REASONING if turn.get(name)]
+    content = turn["content"]
     if inside := _THOUGHT.match(content):
-        found, content = [*found, inside[1]], content[inside.end() :]
+        found = [*found, inside[1]]
+        content = content[inside.end() :]
     if wrong := [thought for thought in found if not isinstance(thought, str)]:
         raise InputError(f"message {n} (assistant): its reasoning is {shown(wrong[0])}, expected a string")
     thoughts = {thought.strip() for thought in found} - {""}

@@ -45,7 +45,8 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     for item in np.argsort(-np.asarray(lengths), kind="stable").tolist():
         place = bisect_left(sizes, lengths[item])
         if place == len(sizes):  # it fits nowhere: a new bin
-            left, chosen = capacity, len(bins)
+            left = capacity
+            chosen = len(bins)
             bins.append([])
         else:
             left = sizes[place]

@@ -77,13 +77,16 @@ def prepare(
     more: tuple[str, ...] = FOR_TEACHER if teacher_plan(config) else ()
     more += ("images",) if read_by(tokenizer) else ()
     more += ("asked",) if getattr(config, "keep_asked", False) else ()
-    own, kinds = {*method.rows.columns, "index", *more}, dict(dataset.features or {})
+    own = {*method.rows.columns, "index", *more}
+    kinds = dict(dataset.features or {})
     typed = all(kinds.get(name) in (kind, datasets.List(kind)) for name, kind in _features(method.rows, False).items())
     if typed and own <= {*kinds} <= own | ADDED:
         _refuse_long(dataset, method.rows, config, name)
         return dataset
-    mapped, columns = tokenised(dataset, method, tokenizer, config, name), [*method.rows.columns, *more]
-    streamed, told = isinstance(dataset, datasets.IterableDataset), ["state", "row", "unknown", "unread", "uncut"]
+    mapped = tokenised(dataset, method, tokenizer, config, name)
+    columns = [*method.rows.columns, *more]
+    streamed = isinstance(dataset, datasets.IterableDataset)
+    told = ["state", "row", "unknown", "unread", "uncut"]
     facts: Any = None if streamed else mapped.select_columns(told).to_pandas()
     for note, level in notes(dataset, method, config, tokenizer, facts).items():
         noted.log(level, "%s: %s", name, note)
@@ -95,15 +98,18 @@ def prepare(
     state, row, unknown = (facts[column].to_numpy() for column in ("state", "row", "unknown"))
     if len(other := row[(state & CHAT > 0) != (state[0] & CHAT > 0)]):
         raise InputError(f"{name}, row {other[0]}: some rows hold plain text and some hold messages")
-    lost, cut = state & NO_TARGET > 0, state & PICTURE_CUT > 0
-    dropped, truncated = row[lost & ~cut], int((~lost & (state & CUT > 0)).sum())
+    lost = state & NO_TARGET > 0
+    cut = state & PICTURE_CUT > 0
+    dropped = row[lost & ~cut]
+    truncated = int((~lost & (state & CUT > 0)).sum())
     line = f"{name}: {len(dataset)} rows read" + (f" as {len(mapped)} examples" if len(mapped) != len(dataset) else "")
     line += f", {truncated} truncated ({_limit(method.rows, config)}), {len(dropped)} dropped"
     if len(dropped):
         line += f" (no trained token left; first rows {', '.join(map(str, dropped[:5]))})"
     noted.log(logging.WARNING if truncated or len(dropped) else logging.INFO, line)
     if cut.any():
-        longest, rows_cut = facts["uncut"].to_numpy()[cut].max(), ", ".join(map(str, row[cut][:5]))
+        longest = facts["uncut"].to_numpy()[cut].max()
+        rows_cut = ", ".join(map(str, row[cut][:5]))
         said = "%s: %d rows are left out, whose pictures max_length cuts (first rows %s; up to %d tokens): raise it"
         logger.warning(said, name, cut.sum(), rows_cut, longest)
     if lost.all():
@@ -178,7 +184,8 @@ def tokenised(
             and column in columns
             and (dataset.features or {}).get(column) != datasets.Value("null")
         ]
-        asked, sees = teacher_plan(config), read_by(tokenizer) is not None
+        asked = teacher_plan(config)
+        sees = read_by(tokenizer) is not None
         plan = plan_for(form, method, tokenizer, config, name)._replace(masks=tuple(masks), teacher=asked)
         if sees:
             dataset = _undecoded(dataset)
@@ -208,18 +215,21 @@ def tokenised(
 
 def _opened(dataset: AnyDataset, method: Reader, config: Any) -> tuple[Any, list[str], str]:
     """(the data set with our name for its text, its columns, its format)."""
-    columns, field = _columns(dataset), getattr(config, "dataset_text_field", "text")
+    columns = _columns(dataset)
+    field = getattr(config, "dataset_text_field", "text")
     ours = {column: our_name(column, columns) for column in columns}
     if field != "text" and field not in columns and "text" in columns:
         raise InputError(f"dataset_text_field: there is no column {field!r}{nearest(field, columns)}")
     if field != "text" and field in columns:
         ours |= {"text": "other_text"} if "text" in columns else {}
         ours[field] = "text"
-    dataset, columns = renamed(dataset, ours), list(ours.values())
+    dataset = renamed(dataset, ours)
+    columns = list(ours.values())
     if not columns or (isinstance(dataset, datasets.Dataset) and not len(dataset)):
         raise InputError("the data set has no rows")
     try:
-        form, label = detect(columns, method), (dataset.features or {}).get("label")
+        form = detect(columns, method)
+        label = (dataset.features or {}).get("label")
     except InputError as error:
         near = column_inference.suggest(list(islice(dataset, _FIRST)), [method])
         here = (
@@ -267,7 +277,8 @@ def _undecoded(dataset: AnyDataset) -> Any:
 def _refuse_pictures(dataset: AnyDataset, columns: list[str], form: str) -> None:
     """Raises InputError where the first rows have pictures, which are not trained on, next to their text."""
     for column in column_inference.PICTURES & {*(unread(columns, form) if "_ids" not in form else ())}:
-        alone, kind = dataset.select_columns([column]), (dataset.features or {}).get(column)
+        alone = dataset.select_columns([column])
+        kind = (dataset.features or {}).get(column)
         if _holds(kind, datasets.Image):  # as files or bytes: nothing is decoded
             plain: Any = datasets.Image(decode=False)
             alone = alone.cast_column(column, plain if isinstance(kind, datasets.Image) else datasets.List(plain))
@@ -379,7 +390,9 @@ def plan_for(form: str, method: Reader, tokenizer: PreTrainedTokenizerBase, conf
     def option(key: str) -> Any:
         return getattr(config, key, None)
 
-    max_length, as_chat, is_ids = option("max_length"), bool(option("apply_chat_template")), "_ids" in form
+    max_length = option("max_length")
+    as_chat = bool(option("apply_chat_template"))
+    is_ids = "_ids" in form
     # what the mask of an answer is; rows without one may be the prompts of a recipe that trains with one (rounds)
     masked = method.rows.masked
     completion_only = option("completion_only_loss") if masked else None
@@ -425,9 +438,12 @@ def tokenise(
 ) -> dict:
     """A batch of raw rows -> columns of ids, and FACTS. rows: their numbers. filled: columns with keys that are None
     where Arrow has put them."""
-    batch, reader = without_filled(batch, filled), read_by(tokenizer)
+    batch = without_filled(batch, filled)
+    reader = read_by(tokenizer)
     # 1. raw rows -> samples, of which a row may give two; `origin` has the row of each
-    samples, origin, raw = [], [], []
+    samples = []
+    origin = []
+    raw = []
     for row, *values in zip(rows, *batch.values(), strict=True):
         given = dict(zip(batch, values, strict=True))
         with error_context(f"{plan.name}, row {row}"):
@@ -447,7 +463,8 @@ def tokenise(
         if rows[0] == 0:
             refuse_misread(batch, samples, plan, tokenizer)
         samples = encode(samples, origin, tokenizer, plan)
-    examples, unknown = [], tokenizer.unk_token_id
+    examples = []
+    unknown = tokenizer.unk_token_id
     if unknown in (tokenizer.eos_token_id, tokenizer.bos_token_id):  # as GPT-2's, which is no sign of unknown text
         unknown = None
     # 3. cut each to size, and note what the audit will count

@@ -50,7 +50,9 @@ def load(
 
 def _mixed(parts: list, sources: list, columns_read: Callable[[Any, str], list[str]] | None) -> Any:
     """The rows of several sources as one data set, with the columns that all of them have and OPTIONAL ones."""
-    streams, wanted, paths = bool(sources[0].streaming), None, ", ".join(source.path for source in sources)
+    streams = bool(sources[0].streaming)
+    wanted = None
+    paths = ", ".join(source.path for source in sources)
     if columns_read:
         # `messages` may be `conversations` in another
         parts = [renamed(part, {c: our_name(c, part.column_names) for c in part.column_names}) for part in parts]
@@ -105,7 +107,8 @@ def _times(rows: datasets.Dataset, source: Any) -> datasets.Dataset:
     """Whole copies of the rows, then a random sample of them without repeats, always the same."""
     if source.weight == 1:
         return rows
-    n, size = len(rows), round(source.weight * len(rows))
+    n = len(rows)
+    size = round(source.weight * len(rows))
     if not size:
         raise InputError(f"{source.path}: weight {source.weight} of {n} rows leaves none: raise it, or drop the source")
     order = np.concatenate([np.arange(n)] * (size // n) + [np.random.default_rng(0).permutation(n)[: size % n]])
@@ -128,7 +131,8 @@ def _load_one(source: Any) -> datasets.Dataset | datasets.IterableDataset:
     if other := re.search("[;\t|]", lone):
         raise InputError(f"{source.path} is separated by {other[0]!r}: a .csv has commas between its fields")
     # our names for the columns; another column that has our name is removed
-    columns, there = source.columns or {}, rows.column_names
+    columns = source.columns or {}
+    there = rows.column_names
     for ours, theirs in columns.items():
         if twice := [other for other in columns if other != ours and columns[other] == theirs]:
             raise InputError(f"{source.path}: column {theirs!r} is for {ours!r} and for {twice[0]!r}: it can be one")
@@ -152,7 +156,8 @@ def _refuse_split(split: str, known: str, what: str) -> None:
 
 def _read(path: Path, source: Any) -> Any:
     """The rows of one split of a source, "train" where none is given."""
-    split, streaming = source.split or "train", bool(source.streaming)
+    split = source.split or "train"
+    streaming = bool(source.streaming)
     saved_here = (path / "state.json").exists() or (path / "dataset_dict.json").exists()
     if source.name and (saved_here or path.is_file()):  # as of a recipe for the hub with another path
         logger.warning("%s: name: %s is not read, it is a configuration of a data set of the hub", path, source.name)
@@ -162,7 +167,8 @@ def _read(path: Path, source: Any) -> Any:
         if not isinstance(saved, dict):
             _refuse_split(split, str(saved.split or "train"), "it is one saved data set")
         splits = saved if isinstance(saved, dict) else {split.partition("[")[0]: saved}
-        lengths, parts = {name: len(rows) for name, rows in splits.items()}, []
+        lengths = {name: len(rows) for name, rows in splits.items()}
+        parts = []
         for part in datasets.ReadInstruction.from_spec(split).to_absolute(lengths):
             rows = splits[part.splitname]
             whole = (part.from_, part.to) == (0, len(rows))  # a selection would lose the cache of the saved rows

@@ -42,18 +42,21 @@ def _of_turns(tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
     if text is None or not all(turn["content"] in text for turn in _TWO):
         yield "it refuses, or does not write, a conversation of two questions and two answers"
         return
-    before, bos = text.partition(_USER)[0], str(tokenizer.bos_token or "")
+    before = text.partition(_USER)[0]
+    bos = str(tokenizer.bos_token or "")
     if bos and before.startswith(bos):
         role = "which opens turns as well" if bos in text.removeprefix(bos) else "which stands there once"
         yield f"it writes the BOS {bos}, {role}"
         before = before.removeprefix(bos)
-    end, eos = chat.turn_end_id(tokenizer), tokenizer.eos_token_id
+    end = chat.turn_end_id(tokenizer)
+    eos = tokenizer.eos_token_id
     if end != eos:
         yield f"a turn ends in {tokenizer.decode([end])}, a plain text in {tokenizer.eos_token}: both end an answer"
     # what opens the second question opens the first one too; what stands before that is the template's own
     opens = text.partition(_ANSWER)[2].partition(_SECOND)[0]
     same = chat.shared_length(before[::-1], opens[::-1])
-    own, opening = before[: len(before) - same], opens[len(opens) - same :]
+    own = before[: len(before) - same]
+    opening = opens[len(opens) - same :]
     for token in tokenizer.convert_ids_to_tokens(sorted(chat.special_ids(tokenizer))):
         own = own.replace(token, "")
     if any(letter.isalpha() for letter in own):
@@ -77,7 +80,8 @@ def _of_reasoning(tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
     given = {key: _THOUGHT} if key else {}
     content = _LATER if key else f"<think>\n{_THOUGHT}\n</think>\n\n{_LATER}"
     answer = _turn("assistant", content, **given)
-    earlier, latest = _written(tokenizer, _TWO[0], answer, *_TWO[2:]), _written(tokenizer, *_TWO[:3], answer)
+    earlier = _written(tokenizer, _TWO[0], answer, *_TWO[2:])
+    latest = _written(tokenizer, *_TWO[:3], answer)
     places = ("earlier turns", earlier), ("the last turn", latest)
     if dropped := [place for place, text in places if _THOUGHT not in (text or "")]:
         yield f"it drops the reasoning of {named(dropped)}"

@@ -108,7 +108,8 @@ def check_deepspeed(given: object) -> None:
 
     given: a file or a mapping.
     """
-    where, tree = "deepspeed", given
+    where = "deepspeed"
+    tree = given
     if isinstance(given, str | os.PathLike):
         where = str(given)
         try:

@@ -16,7 +16,9 @@ def weigh_rows(batch: Batch, accelerator: Accelerator) -> Batch:
     """
     if batch.row_weights is not None:
         return batch
-    drawn, size, ranks = accelerator.gradient_state, len(batch.index), accelerator.num_processes
+    drawn = accelerator.gradient_state
+    size = len(batch.index)
+    ranks = accelerator.num_processes
     last = 0  # rows in a last batch that was filled up, over all ranks
     if ranks > 1 and drawn.end_of_dataloader:
         last = _rows_of_pass(drawn) % (size * ranks)

@@ -63,7 +63,8 @@ def check_engine(args: TrainingArguments, env: Mapping[str, str] | None = None) 
         if "RANK" not in env and several:  # set for the one that it starts
             raise LaunchError(f"accelerate launch was asked for several processes and started one: {_START_ALL}")
     if (args.fsdp or args.deepspeed) and "LOCAL_RANK" not in env:
-        name, command = "fsdp" if args.fsdp else "deepspeed", "torchrun --nproc_per_node N -m hf_posttrain.run"
+        name = "fsdp" if args.fsdp else "deepspeed"
+        command = "torchrun --nproc_per_node N -m hf_posttrain.run"
         raise LaunchError(f"{name} needs a launcher, on one GPU too: {command} RECIPE.yaml")
     # the launcher's environment against the config
     precision = env.get("ACCELERATE_MIXED_PRECISION", "no")
@@ -133,7 +134,8 @@ def _wait_for_all() -> None:
     if not dist.is_initialized():
         return
     # every process adds 1 to a count in the process group's store, and looks at it until all are there
-    store, world = dist.distributed_c10d._get_default_store(), dist.get_world_size()
+    store = dist.distributed_c10d._get_default_store()
+    world = dist.get_world_size()
     rounds = -(-store.add("hf_posttrain/waiting", 1) // world)
     while store.add("hf_posttrain/waiting", 0) < rounds * world:
         time.sleep(0.2)
@@ -142,7 +144,8 @@ def _wait_for_all() -> None:
 
 def describe_launch(trainer: Any) -> str:
     """Engine, processes, rows of an optimizer step and precision."""
-    args, count = trainer.args, trainer.accelerator.num_processes
+    args = trainer.args
+    count = trainer.accelerator.num_processes
     precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "no mixed precision"
     processes = f"{count} process{'es' * (count > 1)}"
     rows = trainer.get_total_train_batch_size(args)
@@ -197,7 +200,8 @@ def quantisation_problem(bits: str, args: TrainingArguments, storage: torch.dtyp
 
     storage: the dtype that 4-bit weights are kept as; None: `quantised_storage`.
     """
-    engine, wanted = asked(args), quantised_storage(args)
+    engine = asked(args)
+    wanted = quantised_storage(args)
     if bits != "4bit":
         how = "use 4bit, or DDP or ZeRO-2, which need not"
         return engine.shards and f"{engine.shards} cannot cut {bits} weights over the ranks: {how}"

@@ -41,7 +41,8 @@ def settle(args: Any) -> ParallelismConfig | None:
         return config
     if config.cp_size > 1:
         raise InputError("parallelism_config: cp_size does not work here, use sp_size to cut long rows")
-    parts, stage = config.sp_size, args.deepspeed_plugin.zero_stage if args.deepspeed_plugin else 0
+    parts = config.sp_size
+    stage = args.deepspeed_plugin.zero_stage if args.deepspeed_plugin else 0
     _refuse(
         f"sequence parallelism (parallelism_config.sp_size={parts})",
         [
@@ -69,8 +70,10 @@ def check_model(model: PreTrainedModel, router_coef: float, args: TrainingArgume
     parallel = args.parallelism_config
     if parallel is None or parallel.sp_size == 1:
         return
-    parts, config = parallel.sp_size, model.config.get_text_config()
-    attention, heads = config._attn_implementation or "eager", config.num_attention_heads
+    parts = parallel.sp_size
+    config = model.config.get_text_config()
+    attention = config._attn_implementation or "eager"
+    heads = config.num_attention_heads
     pairs = getattr(config, "num_key_value_heads", 0)
     # a layer that sees less than all tokens before it: flash attention alone knows windows
     windows = ["sliding_attention"] if getattr(config, "sliding_window", None) else []
@@ -108,7 +111,8 @@ def split(trainer: Any, adapter: Any) -> Any:
 
 def _check_parts(trainer: Any, adapter: Any) -> None:
     """Score the same rows whole and cut, as `parity_check.check` does for layouts."""
-    model, parts = trainer.model_wrapped, adapter.sp_world_size
+    model = trainer.model_wrapped
+    parts = adapter.sp_world_size
     inner = forward.causal_lm(model)
     if getattr(inner.config.get_text_config(), "attention_dropout", 0):
         return  # it would be random
@@ -137,13 +141,15 @@ class SequenceShards(IterableDataset):
     """This rank's parts of the batches that the ranks of its group drew, one batch after the other."""
 
     def __init__(self, trainer: Any, adapter: Any):
-        self.trainer, self.adapter = trainer, adapter
+        self.trainer = trainer
+        self.adapter = adapter
 
     def __len__(self) -> int:
         return len(self.adapter.dl) * self.adapter.sp_world_size
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        loader, parts = self.adapter.dl, self.adapter.sp_world_size
+        loader = self.adapter.dl
+        parts = self.adapter.sp_world_size
         loader.set_epoch(int(self.trainer.state.epoch or 0))  # Trainer tells it to DataLoaders of accelerate alone
         for batch in loader:
             # each rank of the group draws a batch of its own; all of them train on a part of each

@@ -65,7 +65,8 @@ class RetryLogFilter(logging.Filter):
         self.last = now
         if isinstance(record.args, tuple) and len(record.args) == 3:
             _, error, path = record.args
-            record.msg, record.args = "no answer to %s (%s): it is asked again", (path, _reason(error))
+            record.msg = "no answer to %s (%s): it is asked again"
+            record.args = (path, _reason(error))
         return True
 
 
@@ -87,7 +88,8 @@ class Server:
 
     def __init__(self, url: str, option: str, needs: Mapping[str, str] | None = None):
         self.url = url.rstrip("/").removesuffix("/v1")  # which some clients want at its end
-        self.option, self.needs = option, needs or {}
+        self.option = option
+        self.needs = needs or {}
         self.pool = urllib3.PoolManager(maxsize=OPEN, timeout=TIMEOUT, retries=PATIENCE)
 
     def get(self, path: str, **options: Any) -> Any:
@@ -163,7 +165,9 @@ def in_background(function: Callable[[], Found]) -> Future[Found]:
 
 def at_once(function: Callable[[Asked], Found], asked: Sequence[Asked]) -> list[Found]:
     """`function` of each, in order; requests wait for the server together. After an error no more are begun."""
-    left, lock, found = list(enumerate(asked))[::-1], Lock(), [None] * len(asked)
+    left = list(enumerate(asked))[::-1]
+    lock = Lock()
+    found = [None] * len(asked)
 
     def work() -> None:
         try:
@@ -201,7 +205,8 @@ def as_server_error() -> Iterator[None]:
 def together(ask: Callable[[], Found]) -> Found:
     """What `ask` gives on each rank. Raises the ServerError of any rank on all of them, which would wait for it; an
     answer that lacks what it must have is one too."""
-    found, error = None, None
+    found = None
+    error = None
     try:
         with as_server_error():
             found = ask()

@@ -44,7 +44,8 @@ def answerable(rows: Iterable[dict]) -> tuple[list[Prompt], list[list[int]]]:
 
 def first_turn(row: dict) -> list[int]:
     """The answer of a prepared row, of a conversation of many turns the assistant's first; [] if it has none."""
-    answer, mask = row.get("chosen_ids") or row.get("completion_ids") or [], row.get("completion_mask") or []
+    answer = row.get("chosen_ids") or row.get("completion_ids") or []
+    mask = row.get("completion_mask") or []
     return answer[: mask.index(0)] if 0 in mask else answer
 
 
@@ -86,7 +87,8 @@ def exact_match(trainer: Any, rows: datasets.Dataset) -> float:
     wanted = sum(rows["label"]) if "label" in rows.column_names else len(rows)
     if lacking := wanted - cut - len(gold):
         logger.warning("eval_exact_match: %d of %d rows have no right answer: they are left out", lacking, wanted)
-    args, accelerator = trainer.args, trainer.accelerator
+    args = trainer.args
+    accelerator = trainer.accelerator
     # each rank answers its share of the rows; hits and answers are added up over the ranks
     mine = slice(accelerator.process_index, None, accelerator.num_processes)
     answers = trainer.generate(prompts[mine], args.eval_max_completion_length, batch_size=args.eval_batch_size)

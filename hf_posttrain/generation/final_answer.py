@@ -89,7 +89,8 @@ def _behind(mark: str, answer: str) -> Callable[[str], list[str]]:
 
 
 # a solution may follow a colon: a sentence of four words or more
-_IS, _COLON = r"\b(?i:answer\s++is)\b\s*+:?", r"(?:\bA|\b(?i:answer))\s*:"
+_IS = r"\b(?i:answer\s++is)\b\s*+:?"
+_COLON = r"(?:\bA|\b(?i:answer))\s*:"
 _NO_SENTENCE = r"(?!\s*(?=[AI]? ?[a-zA-Z]{2})(?:\S++(?<![a-z\d]{2}[.!?;]) ++){3}\S)"
 _FIND = (  # the first that finds some decides
     _behind(r"####(?=[ \t]*+\S)", f"{_FORM}|{_WORDS}"),

@@ -86,8 +86,10 @@ class FixedSteps:
     shrinks_at = 0.5  # fewer rows are a new graph, which takes as long as some steps
 
     def __init__(self, model: PreTrainedModel, cache: DynamicCache, mask: Tensor, position: Tensor, most: int):
-        self.model, self.cache = model, cache
-        self.used, self.end = mask.shape[1], mask.shape[1] + most
+        self.model = model
+        self.cache = cache
+        self.used = mask.shape[1]
+        self.end = mask.shape[1] + most
         self.position = position + 1
         self.column = torch.full((1,), self.used, device=mask.device)
         self.mask = mask[:, None, None].bool()
@@ -99,7 +101,8 @@ class FixedSteps:
     def keep(self, rows: Tensor) -> None:
         """Go on with these rows only, indices [kept]."""
         self.graph = None
-        self.mask, self.position = self.mask[rows], self.position[rows]
+        self.mask = self.mask[rows]
+        self.position = self.position[rows]
         self.cache.batch_select_indices(rows)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -137,7 +140,8 @@ class FixedSteps:
             raise
         except RuntimeError as error:
             self.model.captures = False  # type: ignore[assignment]
-            name, why = type(self.model).__name__, (str(error).splitlines() or [""])[0]
+            name = type(self.model).__name__
+            why = (str(error).splitlines() or [""])[0]
             logger.info("%s decodes without CUDA graphs, more slowly: %s", name, why)
             return self._forward()  # what it wrote so far is written once more
         graph = torch.cuda.CUDAGraph()

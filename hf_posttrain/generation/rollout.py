@@ -141,7 +141,8 @@ class GrowingLayer(DynamicLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """[n, heads, new, D] twice -> all keys and all values, [n, heads, length, D], views of the buffers."""
         # rotary makes keys float32 under autocast, which attention would round at each token
-        new, used = (key_states.to(value_states.dtype), value_states), self.get_seq_length()
+        new = (key_states.to(value_states.dtype), value_states)
+        used = self.get_seq_length()
         end = used + key_states.shape[-2]
         if not used:
             self.lazy_initialization(*new)
@@ -166,13 +167,17 @@ class GrowingSteps:
     shrinks_at = 1.0  # the share of rows that go on, from which on it pays to drop the others
 
     def __init__(self, model: PreTrainedModel, cache: DynamicCache, mask: Tensor, position: Tensor):
-        self.model, self.cache, self.mask, self.position = model, cache, mask, position
+        self.model = model
+        self.cache = cache
+        self.mask = mask
+        self.position = position
         plain = all(type(layer) is GrowingLayer for layer in cache.layers)
         self.prepares_mask = plain and "sdpa" in (model.config.get_text_config()._attn_implementation or "")
 
     def keep(self, rows: Tensor) -> None:
         """Go on with these rows only, indices [kept]."""
-        self.mask, self.position = self.mask[rows], self.position[rows]
+        self.mask = self.mask[rows]
+        self.position = self.position[rows]
         self.cache.batch_select_indices(rows)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -207,7 +212,8 @@ def decode(
     rows = torch.tensor([number[tuple(prompt)] for prompt in prompts], device=ids.device)
     if len(number) < len(prompts):
         cache.batch_select_indices(rows)
-    logits, state = logits[rows], (model, cache, mask[rows], position[rows, -1:])
+    logits = logits[rows]
+    state = (model, cache, mask[rows], position[rows, -1:])
     forwards = FixedSteps(*state, max_new_tokens - 1) if replay else GrowingSteps(*state)
     ends = _lookup(terminal_ids, sampler.vocabulary, ids.device)
     alive = torch.arange(len(prompts), device=ids.device)  # [n]: the completion that each row of the batch belongs to
@@ -225,7 +231,9 @@ def decode(
                 break
             if count <= forwards.shrinks_at * len(going):
                 kept = going.nonzero().squeeze(-1)
-                alive, token, going = alive[kept], token[kept], going[kept]
+                alive = alive[kept]
+                token = token[kept]
+                going = going[kept]
                 forwards.keep(kept)
         if step < max_new_tokens - 1:
             logits = forwards.forward(token)

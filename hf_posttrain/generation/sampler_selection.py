@@ -1,4 +1,4 @@
-"""How a model's answers are generated, and the proof that they are its own: as `scoring.layout_selection` for scores."""
+"""The way in which a model generates, and the check that its answers are those of its own forward."""
 
 import logging
 import math
@@ -18,7 +18,10 @@ from .graphs import can_replay
 from .hf_generate import BROKEN
 
 logger = logging.getLogger(__name__)
-GRAPHS, DECODE, BATCHES, ALONE = "graphs", "decode", "batches", "alone"
+GRAPHS = "graphs"
+DECODE = "decode"
+BATCHES = "batches"
+ALONE = "alone"
 """`rollout.decode`, by CUDA graphs or not; transformers' own generate, of left-padded batches; that with each prompt
 alone."""
 OWN = GRAPHS, DECODE
@@ -72,8 +75,10 @@ def why_not_decode(model: PreTrainedModel) -> str:
 def _gap(model: nn.Module, longest: int, way: str, answer: Answer, _: bool) -> float:
     """How much less likely the answers' tokens are than the best ones of whole forwards: the largest, in logits."""
     inner = causal_lm(model)
-    draw, sizes = some_ids(inner), {1, 3, 6, 12, 16} | {size + 2 for size in spans(inner) if size + 5 < longest}
-    prompts, gap = [draw(size) for size in sorted(sizes)], 0.0
+    draw = some_ids(inner)
+    sizes = {1, 3, 6, 12, 16} | {size + 2 for size in spans(inner) if size + 5 < longest}
+    prompts = [draw(size) for size in sorted(sizes)]
+    gap = 0.0
     found = [answer(way, [prompt])[0] for prompt in prompts] if way == ALONE else answer(way, prompts)
     for prompt, ids in zip(prompts, found, strict=True):
         logits = own_logits(model, [*prompt, *ids[:-1]], len(ids))

@@ -26,7 +26,8 @@ def log_softmax(logits: Tensor) -> Tensor:
 
 def forward_kl(student: Tensor, teacher: Tensor) -> Tensor:
     """KL(p, q) = sum p (ln p - ln q), the distillation loss of Hinton et al. 2015 (arXiv 1503.02531). [N, V] -> [N]."""
-    p, q = _finite(teacher), _finite(student)
+    p = _finite(teacher)
+    q = _finite(student)
     return (p.exp() * (p - q)).sum(-1)
 
 
@@ -76,7 +77,8 @@ def with_tail(top: Tensor) -> Tensor:
 def places(owner: Tensor) -> Tensor:
     """The place of each token in its rollout, from 0: [N]. owner [N]: whose token it is; a rollout's are in order, and
     those of others may stand between them. Nothing is read from the device."""
-    order, number = torch.argsort(owner, stable=True), torch.arange(len(owner), device=owner.device)
+    order = torch.argsort(owner, stable=True)
+    number = torch.arange(len(owner), device=owner.device)
     begins = owner[order] != owner[order].roll(1)
     found = torch.empty_like(number)
     found[order] = number - (number * begins).cummax(0).values

@@ -53,20 +53,24 @@ class PairedOptions:
 
 def sigmoid(p: Pairs, o: PairedOptions) -> Tensor:
     """-(1-e) ls(beta D) - e ls(-beta D): DPO, Rafailov et al. 2023, eq. 7 (arXiv 2305.18290); e > 0: cDPO, eq. 3."""
-    x, e = o.beta * p.margin, o.label_smoothing
+    x = o.beta * p.margin
+    e = o.label_smoothing
     return -(1 - e) * logsigmoid(x) - e * logsigmoid(-x)
 
 
 def robust(p: Pairs, o: PairedOptions) -> Tensor:
     """[-(1-e) ls(beta D) + e ls(-beta D)] / (1-2e): robust DPO, Chowdhury et al. 2024, eq. 11 (arXiv 2403.00409)."""
-    x, e = o.beta * p.margin, o.label_smoothing
+    x = o.beta * p.margin
+    e = o.label_smoothing
     return (-(1 - e) * logsigmoid(x) + e * logsigmoid(-x)) / (1 - 2 * e)
 
 
 def exo_pair(p: Pairs, o: PairedOptions) -> Tensor:
     """s(beta D) [ls(beta D) - ln(1-e)] + s(-beta D) [ls(-beta D) - ln e], e > 0: EXO, Ji et al. (arXiv 2402.00856)."""
-    x, e = o.beta * p.margin, torch.tensor(o.label_smoothing, dtype=torch.float64)
-    keep, flip = torch.log1p(-e).item(), torch.log(e).item()
+    x = o.beta * p.margin
+    e = torch.tensor(o.label_smoothing, dtype=torch.float64)
+    keep = torch.log1p(-e).item()
+    flip = torch.log(e).item()
     return x.sigmoid() * (logsigmoid(x) - keep) + (-x).sigmoid() * (logsigmoid(-x) - flip)
 
 
@@ -100,7 +104,8 @@ def bco_pair(p: Pairs, o: PairedOptions) -> Tensor:
 
 def sppo_hard(p: Pairs, o: PairedOptions) -> Tensor:
     """(a - 1/(2 beta))^2 + (c + 1/(2 beta))^2: SPPO with hard labels, Wu et al. 2024, eq. 4.7 (arXiv 2405.00675)."""
-    (a, c), half = p.log_ratios, 0.5 / o.beta
+    (a, c) = p.log_ratios
+    half = 0.5 / o.beta
     return (a - half) ** 2 + (c + half) ** 2
 
 

@@ -50,7 +50,8 @@ class CPOTrainer(PostTrainer):
         lengths = batch.per_branch(torch.ones_like(scores.value)).view(-1, 2)
 
         # DPO's loss with a reference to which all answers are equally likely
-        pairs, options = Pairs(logps, torch.zeros_like(logps), lengths), PairedOptions(self.args.beta)
+        pairs = Pairs(logps, torch.zeros_like(logps), lengths)
+        options = PairedOptions(self.args.beta)
         nll = PAIRED["sft"](pairs, options)
         values = PAIRED["sigmoid"](pairs, options) + self.args.cpo_alpha * nll
         chosen, rejected = (self.args.beta * logps.detach()).unbind(1)

@@ -96,7 +96,9 @@ class DistillationTrainer(PostTrainer):
         super().__init__(*args, **kwargs)
         teacher_model = check_teacher(self.args, teacher_model)
         setup = build_teacher(self, teacher_model, teacher_offload, self.args.teacher.merge_eos)
-        self.teacher, self.vocabulary, self.eos = setup.teacher, setup.vocabulary, setup.eos
+        self.teacher = setup.teacher
+        self.vocabulary = setup.vocabulary
+        self.eos = setup.eos
         self.teacher_ends = setup.terminal_ids
         self.data_collator.teacher_inputs = setup.inputs
         # the teacher itself is a callback, or the model that it reads with another tokenizer

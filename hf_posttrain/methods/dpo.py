@@ -90,13 +90,15 @@ class DPOTrainer(PostTrainer):
         if self.reference:
             self.reference.check_start(logps, ref_logps, lengths, batch.index)
 
-        pairs, args = Pairs(logps, ref_logps, lengths), self.args
+        pairs = Pairs(logps, ref_logps, lengths)
+        args = self.args
         options = PairedOptions(args.beta, args.label_smoothing, args.simpo_gamma)
         weights = args.loss_weights or [1.0] * len(args.loss_type)
         terms = [w * PAIRED[name](pairs, options) for name, w in zip(args.loss_type, weights, strict=True)]
         if args.nll_coef:
             terms.append(args.nll_coef * PAIRED["sft"](pairs, options))
-        predictions, router_logits = torch.cat([logps, ref_logps], dim=1).detach(), scores.router_logits
+        predictions = torch.cat([logps, ref_logps], dim=1).detach()
+        router_logits = scores.router_logits
         values = torch.stack(terms).sum(0)
         return Losses(values, self.weights(batch), self._metrics(pairs), router_logits, predictions, lengths)
 

@@ -160,7 +160,8 @@ class KTOTrainer(PostTrainer):
         if self.args.loss_type == "bco":
             shift = self.delta.mean.to(self.accelerator.device, torch.float32)
         else:
-            kl, weights = torch.cat([b.kl for b in batches]), torch.cat([self.weights(b) for b in batches])
+            kl = torch.cat([b.kl for b in batches])
+            weights = torch.cat([self.weights(b) for b in batches])
             total, count = self.accelerator.reduce(torch.stack([(kl * weights).sum(), weights.sum()]), "sum")
             shift = total / count.clamp(min=1)  # in rounds a window may have no row
         # its metrics count once for each window
@@ -223,11 +224,14 @@ class KTOTrainer(PostTrainer):
             kl = (logps - batch.ref_logps)[:, 1:].sum(1)
             batch = batch.replace(kl=kl, shift=self.delta.mean.to(kl) if self.args.loss_type == "bco" else kl.mean())
         assert batch.ref_logps is not None
-        logps, ref, label = logps[:, 0], batch.ref_logps[:, 0], batch.label
+        logps = logps[:, 0]
+        ref = batch.ref_logps[:, 0]
+        label = batch.label
         self.reference.check_start(logps, ref, lengths[:, 0], batch.index)
 
         log_ratio = logps - ref
-        values, weights = self.row_losses(log_ratio, label, batch.shift), self.weights(batch)
+        values = self.row_losses(log_ratio, label, batch.shift)
+        weights = self.weights(batch)
         if logps.requires_grad:
             self.delta.add(self.args.beta * log_ratio, weights)
         else:
@@ -248,8 +252,11 @@ class KTOTrainer(PostTrainer):
     def _metrics(
         self, logps: Tensor, log_ratio: Tensor, batch: KTOBatch, weights: Tensor
     ) -> dict[str, tuple[Tensor, Tensor | None]]:
-        label, shift, share = batch.label, batch.shift, batch.share
-        desirable, undesirable = weights * label, weights * ~label
+        label = batch.label
+        shift = batch.shift
+        share = batch.share
+        desirable = weights * label
+        undesirable = weights * ~label
         rewards = self.args.beta * log_ratio.detach()
         metrics: dict[str, tuple[Tensor, Tensor | None]] = {
             "rewards/chosen": (rewards, desirable),

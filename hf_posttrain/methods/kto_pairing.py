@@ -67,11 +67,13 @@ class RunningMean(TrainerCallback):
         """Take in what the window added, over all ranks."""
         if self.pending:
             added = self.accelerator.reduce(torch.stack(self.pending).sum(0), "sum")
-            self.total, self.pending = self.total.to(added.device) + added, []
+            self.total = self.total.to(added.device) + added
+            self.pending = []
 
     def reset(self) -> None:
         """Start at 0."""
-        self.total, self.pending = torch.zeros(2, dtype=torch.float64), []
+        self.total = torch.zeros(2, dtype=torch.float64)
+        self.pending = []
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sum of rewards and their number."""
@@ -79,7 +81,8 @@ class RunningMean(TrainerCallback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from the mean of a checkpoint."""
-        self.total, self.pending = state["total"], []
+        self.total = state["total"]
+        self.pending = []
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -57,7 +57,8 @@ class Divergence:
 
     def tile(self, signal: TeacherSignal, batch: DistillationBatch) -> TileFunction:
         """Return the tile function of a batch."""
-        request, targets = self.request, batch.targets
+        request = self.request
+        targets = batch.targets
         tokens = request.eos.merge_ids(targets)
         if isinstance(signal, Chunked):
             tile = tile_of(signal, self.function, tokens, request.temperature, self.ce_coef)

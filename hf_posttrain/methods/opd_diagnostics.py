@@ -61,8 +61,10 @@ def compare(
     # Differences to the largest logit come first: sums of logits would leave rounding alone. 0 x -inf would be NaN.
     z = z.sub_(z_best[:, :1]).clamp_(min=-1e30)
     t = torch.sub(t, t_best[:, :1], out=scratch[2]).clamp_(min=-1e30)
-    q, p = torch.exp(z, out=scratch[0]), torch.exp(t, out=scratch[1])
-    q_sum, p_sum = q.sum(-1), p.sum(-1)
+    q = torch.exp(z, out=scratch[0])
+    p = torch.exp(t, out=scratch[1])
+    q_sum = q.sum(-1)
+    p_sum = p.sum(-1)
     offset = p_sum.log() - q_sum.log()  # ln q - ln p = z - t + offset
     results = {
         "special": (q[:, special] * (z[:, special] - t[:, special] + offset[:, None])).sum(-1) / q_sum,
@@ -232,7 +234,8 @@ class DiagnosticsBuilder:
 
     def log_advice(self, metrics: dict[str, float]) -> None:
         """Log which rollouts the first log of a run suggests."""
-        args, state = self.trainer.args, self.trainer.state
+        args = self.trainer.args
+        state = self.trainer.state
         first_log = 1 if args.logging_first_step else max(int(state.logging_steps), 1)
         text = advice(metrics, args.rollouts.kind) if state.global_step == first_log else None
         if text:

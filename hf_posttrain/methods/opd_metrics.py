@@ -19,7 +19,8 @@ def rollout_metrics(
 
     Completions of the data do not count.
     """
-    student, teacher = scores.student, scores.teacher
+    student = scores.student
+    teacher = scores.teacher
     gap = teacher - student
     of_rollouts = (batch.sampled * batch.weights_of_rows)[batch.row]  # [rollouts]
     of_tokens = of_rollouts[batch.owner]  # [N]

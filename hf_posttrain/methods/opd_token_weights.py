@@ -19,7 +19,8 @@ def with_token_weights(trainer: Any, batches: list[RolloutBatch]) -> list[Rollou
     for batch in batches:
         with torch.no_grad(), eval_mode(trainer.model_wrapped), trainer.accelerator.autocast():
             scores, _ = trainer.distill(trainer.model_wrapped, batch, None)
-        student, teacher = scores.student, scores.teacher
+        student = scores.student
+        teacher = scores.teacher
         divergence = student - teacher if scores.divergence is None else scores.divergence
         scored.append(Tokens(student, teacher, divergence, batch.owner, trainer.weights(batch)))
     options = trainer.args.token_weights

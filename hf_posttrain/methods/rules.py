@@ -46,7 +46,8 @@ def sft(values: Any) -> Iterator[Problem]:
 
 def dpo_losses(values: Any) -> Iterator[Problem]:
     """Names and number of DPO's losses."""
-    names, weights = listed(values.loss_type), values.loss_weights
+    names = listed(values.loss_type)
+    weights = values.loss_weights
     for name in names:
         yield from one_of("loss_type", name, PAIRED)
     if not names:
@@ -70,7 +71,9 @@ def dpo_losses(values: Any) -> Iterator[Problem]:
 
 def dpo_smoothing(values: Any) -> Iterator[Problem]:
     """Which of DPO's losses know label_smoothing, and how much of it."""
-    names, smoothing, keys = listed(values.loss_type), values.label_smoothing, ("label_smoothing", "loss_type")
+    names = listed(values.loss_type)
+    smoothing = values.label_smoothing
+    keys = ("label_smoothing", "loss_type")
     if smoothing and (others := [name for name in names if name not in LABEL_SMOOTHED]):
         yield keys, f"label_smoothing acts in {', '.join(LABEL_SMOOTHED)}, not in loss_type {others[0]!r}"
     if "exo_pair" in names and smoothing == 0:
@@ -102,7 +105,9 @@ def kd(values: Any) -> Iterator[Problem]:
 def taught(values: Any) -> Iterator[Problem]:
     """Yield what the options of teachers exclude."""
     options = values.teacher
-    tokenizer, prompt, names = options.tokenizer, options.prompt, options.names or []
+    tokenizer = options.tokenizer
+    prompt = options.prompt
+    names = options.names or []
     if options.precompute and options.top_k is None:
         problem = "teacher.precompute requires teacher.top_k, the number of tokens that are kept for each position"
         yield ("teacher.precompute", "teacher"), problem
@@ -199,7 +204,8 @@ def served_problem(values: Any) -> Problem | None:
 
 
 def _of_divergence(key: str, values: Any) -> Iterator[Problem]:
-    name, beta = getattr(values, key), values.beta
+    name = getattr(values, key)
+    beta = values.beta
     if beta is None:
         return
     skewed = str(name).startswith("skew")
@@ -218,7 +224,8 @@ def opd(values: Any) -> Iterator[Problem]:
     yield from _of_divergence("loss_type", values)
     if values.neftune_noise_alpha:
         yield ("neftune_noise_alpha",), "neftune_noise_alpha: rollouts are drawn without it and would be scored with it"
-    longest, rollout = values.max_length, values.max_completion_length
+    longest = values.max_length
+    rollout = values.max_completion_length
     if longest is not None and longest <= rollout:
         problem = (
             f"max_length={longest} leaves no prompt next to max_completion_length={rollout}: raise it, or lower that"
@@ -237,7 +244,8 @@ def opd_tokens(values: Any) -> Iterator[Problem]:
 
 
 def _of_train_max_tokens(values: Any) -> Iterator[Problem]:
-    tokens, longest = values.rollouts.train_max_tokens, values.max_completion_length
+    tokens = values.rollouts.train_max_tokens
+    longest = values.max_completion_length
     keys = "rollouts.train_max_tokens", "rollouts", "max_completion_length"
     if isinstance(tokens, dict):
         if {*tokens} != {"from", "to", "steps"} or min(tokens.values()) < 1:

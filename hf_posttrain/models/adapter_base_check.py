@@ -53,7 +53,8 @@ def _folder(config: PreTrainedConfig, revision: str | None) -> Path | None:
 def _changed_option(inner: Any, folder: Path) -> str | None:
     if not (folder / "config.json").is_file():
         return None
-    there, here = type(inner.config).from_pretrained(folder).get_text_config(), inner.config.get_text_config()
+    there = type(inner.config).from_pretrained(folder).get_text_config()
+    here = inner.config.get_text_config()
     return next((name for name in _OPTIONS if getattr(there, name, None) != getattr(here, name, None)), None)
 
 
@@ -75,13 +76,15 @@ def _changed_weight(inner: Any, folder: Path, adapted: bool) -> str | None:
     for file in sorted(folder / name for name in files if (folder / name).is_file()):
         with safe_open(file, "pt") as saved:
             for name in sorted(saved.keys() & weights.keys()):
-                rows, weight = saved.get_slice(name), weights[name].detach()
+                rows = saved.get_slice(name)
+                weight = weights[name].detach()
                 # resized, cut by an engine, quantised, or not loaded
                 comparable = rows.get_shape() == [*weight.shape] and weight.is_floating_point() and weight.ndim
                 if not comparable or weight.is_meta or isinstance(weight, DTensor):
                     continue
                 count = None if id(weights[name]) in whole else 1
-                first, kept = rows[:count], weight[:count].cpu()
+                first = rows[:count]
+                kept = weight[:count].cpu()
                 # it may have been loaded in a lower precision, and cast after that; 8 bits have a scale besides
                 casts = {kept.dtype, torch.bfloat16, torch.float16}
                 if first.element_size() > 1 and not any(torch.equal(first.to(t).to(kept.dtype), kept) for t in casts):

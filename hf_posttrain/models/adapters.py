@@ -198,7 +198,8 @@ def _fill_zero_rows(policy: nn.Module) -> None:
                 continue
             rows = (weight.detach() == 0).all(dim=1).nonzero().flatten()
             if len(rows) and len(magnitude.weight) == len(weight):
-                lora_a, lora_b = layer.lora_A[name].weight, layer.lora_B[name].weight
+                lora_a = layer.lora_A[name].weight
+                lora_b = layer.lora_B[name].weight
                 with torch.no_grad():
                     lora_b[rows, 0] = ZERO_ROW
                     magnitude.weight[rows] = (layer.scaling[name] * lora_b[rows] @ lora_a).norm(dim=1)
@@ -265,7 +266,8 @@ def _passed_over(policy: Any, asked: Any, modules: list[str]) -> Iterator[str]:
         if unused := [key for key in given(option) if key not in used]:
             yield f"{option}: {unused[0]!r} matches no layer with an adapter, or those of an earlier key alone"
     if (layers := getattr(asked, "layers_to_transform", None)) not in (None, []):
-        chosen, lists = {layers} if isinstance(layers, int) else {*layers}, given("layers_pattern") or "[^.]*"
+        chosen = {layers} if isinstance(layers, int) else {*layers}
+        lists = given("layers_pattern") or "[^.]*"
         numbered = rf"(?:^|.*?\.)(?:{lists if isinstance(lists, str) else '|'.join(lists)})\.(\d+)\."
         found = {int(match[1]) for name in adapted if (match := re.match(numbered, name))}
         if chosen != found:
@@ -309,7 +311,9 @@ def describe_adapter(policy: peft.PeftModel) -> str:
     embedded = {id(module.weight) for module in policy.modules() if isinstance(module, nn.Embedding)}
     convolutions = {id(module.weight) for module in policy.modules() if isinstance(module, CONVOLUTIONS)}
     inner = policy.get_base_model()
-    total, acted, left = 0, 0, Counter[str]()
+    total = 0
+    acted = 0
+    left = Counter[str]()
     fused_left: set[str] = set()
     for name, weight in inner.named_parameters():
         if of_adapters(policy, name):

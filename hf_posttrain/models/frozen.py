@@ -34,13 +34,17 @@ class FrozenModel:
         model.requires_grad_(False)
         forward.enable_scoring(model)
         choose_attention(forward.causal_lm(model), accelerator.device)
-        self.model, self.accelerator, self.offload = model.eval(), accelerator, offload
-        self.sharded, self.on_device = engine.shards(accelerator), False
+        self.model = model.eval()
+        self.accelerator = accelerator
+        self.offload = offload
+        self.sharded = engine.shards(accelerator)
+        self.on_device = False
 
     def __enter__(self) -> nn.Module:
         # in most steps it is there already
         if not self.on_device:
-            self.model, self.on_device = engine.prepare_frozen(self.model, self.accelerator, self.offload), True
+            self.model = engine.prepare_frozen(self.model, self.accelerator, self.offload)
+            self.on_device = True
         return self.model
 
     def __exit__(self, *error: Any) -> None:

@@ -175,7 +175,8 @@ def with_pad(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
 def check_tokenizer_fits(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, name: str, *rows: Any) -> None:
     """Raises InputError if model `name` of this config lacks an id of the rows, or the tokenizer's bos, eos or pad.
     What that has besides does no harm: the one of Gemma 3 1B has a placeholder for pictures."""
-    size, used = config.get_text_config().vocab_size, [tokenizer.bos_token_id, tokenizer.eos_token_id]
+    size = config.get_text_config().vocab_size
+    used = [tokenizer.bos_token_id, tokenizer.eos_token_id]
     if max(tokenizer.get_vocab().values()) >= size:
         used += map(largest_id, rows)
     if (top := max(i for i in [*used, tokenizer.pad_token_id] if i is not None)) >= size:
@@ -195,7 +196,8 @@ def check_same_vocabulary(student: PreTrainedTokenizerBase, teacher: PreTrainedT
     vocabularies may differ, as padding does; equal sizes prove nothing."""
     ours, theirs = ({i: token for token, i in tokenizer.get_vocab().items()} for tokenizer in (student, teacher))
     if differing := sorted(i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i)):
-        i, counts = differing[0], f"{len(ours)} and {len(theirs)} ids, {len(differing)} differ"
+        i = differing[0]
+        counts = f"{len(ours)} and {len(theirs)} ids, {len(differing)} differ"
         example = f"id {i} is {ours.get(i)!r} for the student, {theirs.get(i)!r} for the teacher"
         raise InputError(
             f"student and teacher have different vocabularies ({counts}; {example}): take one of the same, or"
@@ -277,7 +279,8 @@ def with_saved_adapter(model: Any, section: ModelSection, trainable: bool) -> An
             raise
         first = str(error)[str(error).index("size mismatch") :].partition("\n")[0]
         raise InputError(f"adapter {section.adapter} does not fit {section.name_or_path}: {first}") from error
-    base, here = Path(str(model.active_peft_config.base_model_name_or_path)), Path(section.name_or_path)
+    base = Path(str(model.active_peft_config.base_model_name_or_path))
+    here = Path(section.name_or_path)
     if base.name != here.name or (base.is_dir() and here.is_dir() and base.resolve() != here.resolve()):
         logger.warning("adapter %s was trained on %s, not on %s", section.adapter, base, section.name_or_path)
     _check_loaded(model, section, without_memory)

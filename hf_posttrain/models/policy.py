@@ -52,7 +52,8 @@ def resolve_model(
             section.images = load.only_sees(config) or (images and load.saved_with_vision(config))
         else:
             section.images = sees
-        model, tokenizer = load.load_model(section, options=options), tokenizer or load.load_tokenizer(section)
+        model = load.load_model(section, options=options)
+        tokenizer = tokenizer or load.load_tokenizer(section)
     if tokenizer is None:
         name = getattr(getattr(model, "config", None), "_name_or_path", None)
         if not name:
@@ -85,7 +86,8 @@ def terminal_ids_of(config: Any, tokenizer: PreTrainedTokenizerBase, template_kw
 
 def align_generation(model: nn.Module, tokenizer: PreTrainedTokenizerBase, ends: list[int]) -> None:
     """Make generation stop at every id of `ends`, in memory and, with `generation_config`, saved."""
-    generation, config = generation_config(model, ends), forward.causal_lm(model).config.get_text_config()
+    generation = generation_config(model, ends)
+    config = forward.causal_lm(model).config.get_text_config()
     # both configs get the tokenizer's special ids
     for name in ("eos_token_id", "pad_token_id", "bos_token_id"):
         if (value := getattr(tokenizer, name)) is not None:
@@ -98,7 +100,8 @@ def generation_config(model: nn.Module, ends: list[int]) -> GenerationConfig:
     """What the model generates by from now on: its own config, which the user may have replaced, with `ends` where that
     has no eos. A copy that HF can save: one that it refuses is made to sample (for a temperature without it, as in some
     releases), or else replaced."""
-    inner, wrapper = forward.causal_lm(model), forward.unwrapped(model)
+    inner = forward.causal_lm(model)
+    wrapper = forward.unwrapped(model)
     # on an adapter's wrapper it counts before that of the model inside
     given = next(filter(None, (vars(each).get("generation_config") for each in (wrapper, inner))), None)
     generation = copy.deepcopy(given) or GenerationConfig.from_model_config(inner.config)
@@ -152,7 +155,8 @@ def prepare_policy(model: nn.Module, peft_config: PeftConfig | None, args: Any) 
     elif isinstance(model, peft.PeftModel) and (base := forward.causal_lm(model).config.name_or_path):
         for adapter in model.peft_config.values():  # what is saved names the base that it is trained on from now on
             if whole_path(str(adapter.base_model_name_or_path)) != whole_path(base):
-                adapter.base_model_name_or_path, adapter.revision = base, None
+                adapter.base_model_name_or_path = base
+                adapter.revision = None
     for adapter in getattr(model, "peft_config", {}).values():  # and from any folder
         if adapter.base_model_name_or_path:
             adapter.base_model_name_or_path = whole_path(adapter.base_model_name_or_path)

@@ -1,6 +1,7 @@
 """Which reference a run of DPO or KTO has, made when the trainer is built; how it scores is in `frozen`.
 
-Of a policy that continues an adapter it is a frozen copy of the adapter, next to it on the one base: `FrozenAdapterReference`.
+Of a policy that continues an adapter it is a frozen copy of the adapter, next to it on the one base
+(`FrozenAdapterReference`).
 """
 
 import logging
@@ -33,7 +34,9 @@ def make_reference(trainer: Any, ref_model: nn.Module | str | None, lay_out: Cal
     """
     if trainer.reference_moves:  # the policy scores the rows of a round as it begins
         return Reference(trainer, None, None, lay_out, starts_equal=False)
-    policy, accelerator, asked = trainer.model, trainer.accelerator, trainer.args.precompute_ref_log_probs
+    policy = trainer.model
+    accelerator = trainer.accelerator
+    asked = trainer.args.precompute_ref_log_probs
     precompute = planned_twice(trainer) if asked is None else asked
     # under an adapter the base is there already: a new adapter is switched off, of a continued one a copy is kept
     adapted = isinstance(policy, peft.PeftModel)
@@ -83,7 +86,8 @@ def adapter_reference(policy: peft.PeftModel, new: bool) -> Callable | None:
 
 def planned_twice(trainer: Any) -> bool:
     """Are the training rows planned to be seen more than once? Then it is cheaper to score them beforehand."""
-    args, evaluated = trainer.args, trainer.eval_dataset
+    args = trainer.args
+    evaluated = trainer.eval_dataset
     sets = evaluated.values() if isinstance(evaluated, dict) else [evaluated]
     if any(isinstance(rows, datasets.IterableDataset) for rows in sets):
         return False  # no scores can be kept for a stream; one to train on has no planned passes
@@ -95,7 +99,8 @@ def planned_twice(trainer: Any) -> bool:
 
 def _score_beforehand(trainer: Any, reference: Reference) -> None:
     """Give the trainer's rows `ref_logps`, K floats a row, from the cache on disk or scored now."""
-    args, size = trainer.args, trainer.args.precompute_ref_batch_size or trainer.args.per_device_eval_batch_size
+    args = trainer.args
+    size = trainer.args.precompute_ref_batch_size or trainer.args.per_device_eval_batch_size
     trainer.check_scoring(trainer.model)
     model: Any = trainer.model if reference.second is None else reference.second.model
     # a new adapter is off: only its base counts

@@ -123,7 +123,8 @@ def score_rows(
     order = sorted(range(len(rows)), key=lambda i: -lengths[i])
     parts = [order[start : start + size] for start in range(0, len(order), size)]
     mine: dict[int, Any] = {}
-    world, rank = accelerator.num_processes, accelerator.process_index
+    world = accelerator.num_processes
+    rank = accelerator.process_index
     # in each round the ranks take one part each, of about equal lengths
     for first in tqdm(range(0, len(parts), world), desc=title, disable=not accelerator.is_local_main_process):
         chosen = parts[min(first + rank, len(parts) - 1)]
@@ -135,7 +136,8 @@ def score_rows(
 
 def model_key(model: nn.Module, with_adapter: bool = True) -> str:
     """A hash of what computes: class, config, every weight's name, dtype and bytes (an adapter's where it is on)."""
-    inner, whole_model = forward.causal_lm(model), forward.unwrapped(model)
+    inner = forward.causal_lm(model)
+    whole_model = forward.unwrapped(model)
     configs: list[Any] = [computed_config(inner)]
     adapted = isinstance(whole_model, peft.PeftModel)
     if with_adapter and adapted:

@@ -131,13 +131,15 @@ class AnomalyMonitor(TrainerCallback):
         if "nan" in self.warned:
             return {}
         self._read_losses()
-        accelerator, folder = self.trainer.accelerator, Path(self.trainer.args.output_dir)
+        accelerator = self.trainer.accelerator
+        folder = Path(self.trainer.args.output_dir)
         first = torch.tensor([torch.inf if self.broken is None else float(self.broken.step)], device=accelerator.device)
         steps = accelerator.gather(first).tolist()
         if min(steps) == torch.inf:
             return {}
         # each rank that had it writes its own file, and all ranks hear which of them could not
-        step, own = int(min(steps)), accelerator.process_index
+        step = int(min(steps))
+        own = accelerator.process_index
         files = {rank: folder / f"nonfinite_step_{step}_rank_{rank}.pt" for rank, s in enumerate(steps) if s == step}
         problem = self._save(files[own]) if own in files else None
         problems = {rank: said for rank, said in gather_object([(own, problem)]) if said}

@@ -2,8 +2,8 @@
 
     step 120/400  loss 0.6412  accuracy 0.71  margin 0.1852  3,412 tokens/s  02:10<05:03
 
-`figures` writes both, from the method's key metrics; `Throughput` counts tokens. Only the first process shows anything. What
-is logged, to trainer_state.json, W&B and others, does not depend on it.
+`figures` writes both, from the method's key metrics; `Throughput` counts tokens. Only the first process shows
+anything. What is logged, to trainer_state.json, W&B and others, does not depend on it.
 """
 
 import logging
@@ -99,9 +99,11 @@ class LogLines(PrinterCallback):
     def line(self, logs: Mapping[str, Any], state: TrainerState) -> str:
         """The line of a log: of training, of an evaluation, or HF's summary of the run."""
         assert self.begun is not None
-        elapsed, step = time.monotonic() - self.begun[0], state.global_step
+        elapsed = time.monotonic() - self.begun[0]
+        step = state.global_step
         if "loss" in logs:
-            text, initial = figures(logs, self.key_metrics), self.begun[1]
+            text = figures(logs, self.key_metrics)
+            initial = self.begun[1]
             return tqdm.format_meter(step, state.max_steps, elapsed, prefix=text, bar_format=_LINE, initial=initial)
         if "train_runtime" in logs:
             if step == self.begun[1] and step >= state.max_steps:
@@ -213,8 +215,11 @@ class Throughput:
     def read(self, processes: int) -> tuple[Tensor, Tensor] | None:
         """Of the interval since the last call: ([tokens, seconds / processes], whose sums over the ranks give tokens a
         second; GiB at the peak so far). None where no token was counted. Nothing waits for the device."""
-        now, tokens = time.perf_counter(), self.tokens
-        seconds, self.tokens, self.since = (now - self.since) / processes, None, now
+        now = time.perf_counter()
+        tokens = self.tokens
+        seconds = (now - self.since) / processes
+        self.tokens = None
+        self.since = now
         if tokens is None:
             return None
         pair = torch.stack([tokens.float(), tokens.new_tensor(seconds, dtype=torch.float32)])
@@ -245,7 +250,11 @@ class TaskProgress:
     """What is done of some long work: a bar on a terminal, otherwise a line in the log every `QUIET` seconds."""
 
     def __init__(self, total: int, title: str, unit: str, done: int = 0, shown: bool = True):
-        self.total, self.title, self.unit, self.done, self.shown = total, title, unit, done, shown
+        self.total = total
+        self.title = title
+        self.unit = unit
+        self.done = done
+        self.shown = shown
         self.bar = tqdm(total=total, desc=title, unit=unit, initial=done, disable=None if shown else True)
         self.said = time.monotonic()
 

@@ -36,7 +36,8 @@ def _attempt(reporter: Any, method: Callable, config: Mapping[str, Any], *args: 
         return control
     except Exception as error:
         reporter.failed = True
-        name, problem = type(reporter).__name__.removesuffix("Callback"), " ".join(str(error).split())[:200]
+        name = type(reporter).__name__.removesuffix("Callback")
+        problem = " ".join(str(error).split())[:200]
         logger.warning("%s failed, and the run goes on without it: %s: %s", name, type(error).__name__, problem)
         return None
 

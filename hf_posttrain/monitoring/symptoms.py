@@ -31,7 +31,8 @@ def chosen_falling(history: History) -> str | None:
     if len(logs) < 6:
         return None
     # means over three logs at both ends: does the margin rise?
-    first, last = logs[:3], logs[-3:]
+    first = logs[:3]
+    last = logs[-3:]
     before, margin = (mean(log["rewards/margins"] for log in part) for part in (first, last))
     if not margin > max(before, 0):
         return None
@@ -66,7 +67,8 @@ def no_learning(history: History) -> str | None:
     # rewards without a reference are no log-ratios: such methods do not log the change of chosen answers
     if not logs[0].get("learning_rate", 0) > 0 or "logps/chosen_change" not in logs[-1] or any(map(_has_moved, logs)):
         return None
-    largest, rate = max(abs(log.get(name, 0.0)) for log in logs for name in _REWARDS), logs[0]["learning_rate"]
+    largest = max(abs(log.get(name, 0.0)) for log in logs for name in _REWARDS)
+    rate = logs[0]["learning_rate"]
     return f"no mean reward above {largest:.1g} at a learning rate of {rate:.2g}"
 
 

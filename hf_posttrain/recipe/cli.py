@@ -183,7 +183,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     for name in ("probe", "json", "config_file", "device_memory"):
         if getattr(arguments, name) and not arguments.check:
             parser.error(f"--{name} is an option of --check: add that, or drop --{name}")
-    file, memory = arguments.config_file, arguments.device_memory
+    file = arguments.config_file
+    memory = arguments.device_memory
     if file and not os.path.isfile(file):
         parser.error(f"--config_file: there is no file {file}{nearest_path(file)}")
     if memory is not None and not 0 < memory < float("inf"):

@@ -29,7 +29,8 @@ def prepare_data(
 ) -> tuple[dict, dict]:
     """({"train": rows, "eval": rows} as the trainer takes them, the same raw). Raises InputError for the first bad file
     or row."""
-    rows, raw = {}, {}
+    rows = {}
+    raw = {}
     # one process of each machine tokenises, and the others find its cache
     with launch.main_process_first(config):
         for name, sources in recipe.data.given():
@@ -72,7 +73,8 @@ def _naming_line(sources: Any) -> Iterator[None]:
         yield
     except InputError as error:
         whole = not isinstance(sources, list) and sources.weight == 1 and sources.split in (None, "train")
-        path, found = sources.path if whole else "", re.search(r", row (\d+)", str(error))
+        path = sources.path if whole else ""
+        found = re.search(r", row (\d+)", str(error))
         if not found or not path.endswith(".jsonl") or not Path(path).is_file():
             raise
         with open(path, "rb") as file:

@@ -174,7 +174,8 @@ def _typed(value: object, annotation: object, key: str, where: Where, advice: Ad
             raise InputError(f"{where(key)}: {key} must be below 2**63, not {shown(coerced)}")
         return coerced
     except ValidationError:
-        hint, section = "", next(filter(dataclasses.is_dataclass, kinds), None)
+        hint = ""
+        section = next(filter(dataclasses.is_dataclass, kinds), None)
         if isinstance(value, str):
             hint = nearest(value, [str(option) for kind in kinds for option in choices(kind)], listed=False)
             # a text where a section is wanted is meant for the section's first key
@@ -224,7 +225,8 @@ def _expected(kinds: tuple[Any, ...]) -> str:
     if len(words) > 12:
         words = [f"one of {len(words)} names"]
     for kind in kinds:
-        origin, arguments = typing.get_origin(kind) or kind, typing.get_args(kind)
+        origin = typing.get_origin(kind) or kind
+        arguments = typing.get_args(kind)
         word = "a mapping" if dataclasses.is_dataclass(origin) else _WORDS.get(origin, getattr(origin, "__name__", ""))
         if origin is list and arguments:
             word += f", each item {_expected(members(arguments[0]))}"

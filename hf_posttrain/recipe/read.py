@@ -119,7 +119,8 @@ def read_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
 def _with_compared(tree: dict[Any, Any], places: dict[str, Any]) -> dict[Any, Any]:
     """Return the tree of a recipe whose section `teacher` has only keys of the teacher itself: options of how student
     and teacher are compared go to `train.teacher`. Raises InputError for one that is given in both."""
-    section, train = tree.get("teacher"), tree.get("train") or {}
+    section = tree.get("teacher")
+    train = tree.get("train") or {}
     if not isinstance(section, dict) or not isinstance(train, dict):
         return tree
     moved = {option: section[option] for option in COMPARED if option in section}

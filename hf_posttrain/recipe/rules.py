@@ -58,7 +58,8 @@ _WANTS_EVAL = {  # values of the train section that ask for rows to evaluate on
 def between_sections(recipe: Recipe) -> Iterator[Problem]:
     """What makes no sense in the model, teacher and data sections."""
     # the teacher: methods either need one or cannot use it
-    method, users = recipe.method, [name for name, row in METHODS.items() if row.second == "teacher"]
+    method = recipe.method
+    users = [name for name, row in METHODS.items() if row.second == "teacher"]
     if method in users and not (recipe.teacher or recipe.teachers):
         yield ("method",), f"method {method} needs a teacher section (teacher.name_or_path: ...)"
     for name in ("teacher", "teachers"):
@@ -184,7 +185,8 @@ def of_inputs(recipe: Recipe) -> Iterator[Problem]:
 def of_training(recipe: Recipe) -> Iterator[Problem]:
     """What keeps a run from loading weights, reporting, writing its output_dir and resuming."""
     for name, section in recipe.models():
-        key, folder = f"{name}.name_or_path", Path(section.name_or_path)
+        key = f"{name}.name_or_path"
+        folder = Path(section.name_or_path)
         if section.from_scratch or not folder.is_dir() or any(folder.glob("*.safetensors")):
             continue
         if not any(folder.glob("*.bin")):
@@ -197,7 +199,8 @@ def of_training(recipe: Recipe) -> Iterator[Problem]:
         if packages and not any(map(importlib.util.find_spec, packages)):
             yield ("train.report_to",), f"train.report_to: {name} needs a package: pip install {packages[0]}"
     # the folder to write, and the one to go on from
-    output, wanted = recipe.train.get("output_dir"), recipe.train.get("resume_from_checkpoint")
+    output = recipe.train.get("output_dir")
+    wanted = recipe.train.get("resume_from_checkpoint")
     if not output:
         yield ("train",), "train.output_dir is missing: the folder in which the run leaves everything"
     elif problem := _unwritable(Path(output)):
@@ -211,7 +214,8 @@ def of_training(recipe: Recipe) -> Iterator[Problem]:
 
 def _of_rounds(recipe: Recipe) -> Iterator[Problem]:
     """What makes no sense in the section of rounds, or for its method."""
-    method, rounds = METHODS[recipe.method], recipe.rounds
+    method = METHODS[recipe.method]
+    rounds = recipe.rounds
     if method.second == "teacher":
         yield ("rounds", "method"), conflict(Feature.ROUNDS, Feature.TEACHER)
     yield from _below("rounds", rounds_problems(rounds, method.rows))  # type: ignore[arg-type]
@@ -297,7 +301,8 @@ def _adapter_problem(folder: Path) -> str | None:
 
 def _missing(name: str, recipe: Recipe) -> str | None:
     """Why there is no model of this name; None where it is there, or the hub may have it."""
-    path, cached = Path(name), Path(hub.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
+    path = Path(name)
+    cached = Path(hub.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
     if path.exists() or (not is_local(name) and (not hub.HF_HUB_OFFLINE or cached.is_dir())):
         return None
     offline = "" if is_local(name) else ", and with HF_HUB_OFFLINE the hub is not asked"

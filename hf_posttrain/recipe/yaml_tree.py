@@ -124,7 +124,8 @@ def _note_lines(node: yaml.Node, key: str, place: Callable[[int], str], lines: d
     else:  # a list, whose items are numbered, or a scalar
         children = [(n, child, child) for n, child in enumerate(node.value if isinstance(node.value, list) else [])]
     for name, start, child in children:
-        full, line = join(key, name), start.start_mark.line + 1
+        full = join(key, name)
+        line = start.start_mark.line + 1
         if full in lines:
             raise InputError(f"{place(line)}: duplicate key {full} (first in line {lines[full]})")
         lines[full] = line
@@ -145,7 +146,8 @@ def _assign(tree: object, names: Sequence[str], value: object, key: str = "") ->
     """A copy of `tree` with `value` at the path `names`; mappings that are missing or null on the way are made."""
     if not names:
         return value
-    name, rest = names[0], names[1:]
+    name = names[0]
+    rest = names[1:]
     if isinstance(tree, list):
         if not (name.isdigit() and int(name) < len(tree)):
             say = f"{key}.{{0..{len(tree) - 1}}}" if tree else "its whole value"

@@ -145,7 +145,8 @@ class WarningRecorder(logging.Handler):
 
 def describe_run(trainer: Any) -> dict[str, Any]:
     """Method, base model, arguments, weights, machine and versions of a PostTrainer that is about to train; as JSON."""
-    args, model = trainer.args, scoring.unwrapped(trainer.model)
+    args = trainer.args
+    model = scoring.unwrapped(trainer.model)
     name = scoring.causal_lm(model).config.name_or_path
     left_out = {field.name for field in fields(TrainingArguments)} - SHARED - non_default_fields(args).keys()
     left_out |= {"output_dir", "gradient_checkpointing"}  # the latter is activation_checkpointing
@@ -161,7 +162,8 @@ def describe_run(trainer: Any) -> dict[str, Any]:
         arguments = {name: value for name, value in arguments.items() if not name.startswith(_OF_OPTIMIZERS)}
         arguments |= {"optim": type(held).__name__, "learning_rate": rates[0] if len(rates) == 1 else rates}
     kind = f"{type(trainer).__module__}.{type(trainer).__qualname__}"
-    cuda, lora = args.device.type == "cuda", None
+    cuda = args.device.type == "cuda"
+    lora = None
     if isinstance(model, peft.PeftModel):
         given = model.active_peft_config.to_dict()
         lora = {name: given.get(name) for name in ("peft_type", "r", "lora_alpha", "lora_dropout", "target_modules")}
@@ -258,8 +260,10 @@ class SampleCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """The engine is ready by now: the answers of before, or of a resumed run those that were kept."""
-        self.asked, self.samples = [], []
-        trainer, resumed = self.trainer, state.global_step > 0
+        self.asked = []
+        self.samples = []
+        trainer = self.trainer
+        resumed = state.global_step > 0
         if problem := find_obstacle(trainer):
             logger.info("no sample answers before and after training: %s", problem)
             return
@@ -341,7 +345,8 @@ def pick_questions(rows: AnyDatasets) -> list[tuple[Prompt, list[int]]]:
 
 
 def _read_question(row: dict[str, Any]) -> tuple[Prompt, list[int]]:
-    prompt, answer = row["prompt_ids"], row.get("chosen_ids") or row.get("completion_ids") or []
+    prompt = row["prompt_ids"]
+    answer = row.get("chosen_ids") or row.get("completion_ids") or []
     if answer and isinstance(answer[0], list):  # packed
         return _read_question({name: value[0] for name, value in row.items() if isinstance(value, list)})
     if len(prompt) < 2:  # a text: its beginning is the prompt

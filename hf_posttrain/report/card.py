@@ -29,7 +29,8 @@ def write(run: Run) -> None:
     file = run.folder / "README.md"
     there = file.read_text(encoding="utf-8", errors="replace") if file.exists() else CARD_MARKER
     if not any(text in there for text in REPLACED):
-        theirs, file = file, run.folder / "README.hf_posttrain.md"
+        theirs = file
+        file = run.folder / "README.hf_posttrain.md"
         logger.info("%s is not ours and stays; the model card is in %s", theirs, file)
     # For the hub: base model and data sets where they have hub names. A name on the hub may also be a folder of the
     # machine that trained, which run.json knows. The licence is that of model and data, which the run does not know.

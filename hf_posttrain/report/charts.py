@@ -18,10 +18,13 @@ from .run_folder import History, Run, Series
 
 NAME = "curves.png"
 TEMPLATES = Path(__file__).parent / "templates"
-WIDTH, HEIGHT = 400, 230  # of an SVG, in its own units, in which its letters are 12 high
+WIDTH = 400
+HEIGHT = 230  # of an SVG, in its own units, in which its letters are 12 high
 COLUMNS = 3  # of the picture
-SMOOTHED_FROM, STRETCHES = 150, 40  # points from which a series may get a running mean, and how many windows it has
-POINTS, MARKED = 400, 30  # points of a line, at most; a line of at most so many is drawn with a mark at each
+SMOOTHED_FROM = 150
+STRETCHES = 40  # points from which a series may get a running mean, and how many windows it has
+POINTS = 400
+MARKED = 30  # points of a line, at most; a line of at most so many is drawn with a mark at each
 TABLE_ROWS = 60  # rows that a line adds to the table of numbers, at most
 REPEATED = ("logprob/gap", "distill/advantage", "rounds/round")  # differences of other metrics, and what counts
 
@@ -76,7 +79,8 @@ def make_charts(histories: Mapping[str, History]) -> list[Chart]:
                 for number, (name, history) in enumerate(histories.items()):
                     if key not in history:
                         continue
-                    title, line = kind.title, Line(", ".join(filter(None, (label, split))), colour, history[key], dash)
+                    title = kind.title
+                    line = Line(", ".join(filter(None, (label, split))), colour, history[key], dash)
                     if len(histories) > 1:
                         title = ", ".join(filter(None, (title, label))) + f" ({split})"
                         line = Line(name, number, history[key], f"d{number % 4}")
@@ -106,7 +110,8 @@ def thin(series: Series, limit: int) -> Series:
 
 def smooth(series: Series) -> Series | None:
     """The mean of the finite values around each point; None for a series that is short, or has no noise to take out."""
-    count, finite = len(series.values), np.isfinite(series.values)
+    count = len(series.values)
+    finite = np.isfinite(series.values)
     known = np.where(finite, series.values, 0.0)
     # Noise: the curve turns at a quarter of its points or more.
     directions = np.sign(np.diff(known))
@@ -114,7 +119,8 @@ def smooth(series: Series) -> Series | None:
         return None
     # Sums over the window, divided by the number of finite values in it
     window = np.ones(2 * (count // (2 * STRETCHES)) + 1)
-    sums, counts = np.convolve(known, window, "same"), np.convolve(finite, window, "same")
+    sums = np.convolve(known, window, "same")
+    counts = np.convolve(finite, window, "same")
     means = np.divide(sums, counts, out=np.full(count, math.nan), where=counts > 0)
     return Series(series.steps, tuple(means.tolist()))
 
@@ -130,7 +136,8 @@ def draw_svg(chart: Chart) -> str:
     from matplotlib.figure import Figure
 
     with style.context([TEMPLATES / "charts.mplstyle", {"font.size": 12}]):
-        figure, file = Figure(figsize=(WIDTH / 72, HEIGHT / 72)), StringIO()  # matplotlib's SVG has 72 units per inch
+        figure = Figure(figsize=(WIDTH / 72, HEIGHT / 72))
+        file = StringIO()  # matplotlib's SVG has 72 units per inch
         axes = figure.add_subplot()
         _draw(chart, axes)
         # Margins are fixed but on the left, which has the labels of the y axis.
@@ -200,7 +207,8 @@ def _draw(chart: Chart, axes: Any) -> None:
     from matplotlib.ticker import MaxNLocator
 
     for line in chart.lines:
-        mean, colour = smooth(line.series), f"C{line.colour}"
+        mean = smooth(line.series)
+        colour = f"C{line.colour}"
         if mean:
             axes.plot(*thin(line.series, POINTS), color=colour, alpha=0.35, lw=0.8, zorder=1, gid=f".faint {line.look}")
         axes.plot(
@@ -218,10 +226,13 @@ def _draw(chart: Chart, axes: Any) -> None:
     # About five round numbers on each axis: from 0 to the last step, and around the values
     points = [point for line in chart.lines for point in line.series.finite()] or [(0.0, 0.0)]
     steps, values = zip(*points, strict=True)
-    last, low, high = max(1.0, *steps), min(values), max(values)
+    last = max(1.0, *steps)
+    low = min(values)
+    high = max(values)
     # A constant gets space around it.
     if high - low <= 1e-6 * max(abs(low), abs(high)):
-        low, high = low - (abs(low) / 2 or 1), high + (abs(high) / 2 or 1)
+        low = low - (abs(low) / 2 or 1)
+        high = high + (abs(high) / 2 or 1)
     round_numbers = [1, 2, 2.5, 5, 10]
     up = MaxNLocator(nbins=5, steps=round_numbers).tick_values(low, high)
     across = MaxNLocator(nbins=5, steps=round_numbers, integer=True).tick_values(0, last)

@@ -191,7 +191,8 @@ def rank_last_values(runs: list[Run], reason: str) -> list[tuple[str, list[tuple
     keys = {key for run in runs for key in run.history}
     rows = []
     for key in sorted(keys, key=lambda k: (k.removeprefix("eval_") != "loss", not k.startswith("eval_"), k)):
-        metric, held_out = key.removeprefix("eval_"), key.startswith("eval_")
+        metric = key.removeprefix("eval_")
+        held_out = key.startswith("eval_")
         last = [run.last.get(key) for run in runs]
         # 1: more is better, -1: less is better, 0: neither. No run is the best of equal ones.
         sign = 1 if metric in marked else -1 if metric == "loss" and not reason else 0

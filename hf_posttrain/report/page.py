@@ -98,7 +98,8 @@ def list_facts(run: Run) -> list[tuple[str, str, str]]:
             remark = f"{split}, from {format_number(first)}" if len(series.steps) > 1 else split
             found.append((TITLES.get(metric, metric), format_number(run.last[key]), remark))
     found += _line_of_divergence(run)
-    (taken, planned), epochs = run.steps, run.state.get("epoch")
+    (taken, planned) = run.steps
+    epochs = run.state.get("epoch")
     remark = "" if epochs is None else f"{format_number(epochs)} epochs"
     found.append(("Steps", f"{taken:,} of {planned:,}" if taken < planned else f"{taken:,}", remark))
     if run.best_step:

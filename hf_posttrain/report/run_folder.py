@@ -124,8 +124,10 @@ def read(folder: str | Path) -> Run:
     state_file, state = _latest([*own, *others[-1:]] or states)
     state = state if own or others else {}
     # Recipe and results of an earlier run may still be there, in a folder that was trained into again.
-    results, recipe = folder / "all_results.json", folder / "recipe.yaml"
-    tree, text = {}, ""
+    results = folder / "all_results.json"
+    recipe = folder / "recipe.yaml"
+    tree = {}
+    text = ""
     if not _is_outdated(recipe, state_file, started):
         given, _ = read_tree(recipe)
         if not isinstance(given, dict):
@@ -133,7 +135,8 @@ def read(folder: str | Path) -> Run:
         tree = _hide_tokens(given)
         text = recipe.read_text(encoding="utf-8") if tree == given else write_tree(tree)
     # The recipe says what was wanted, run.json what was done; a run from Python has no recipe.
-    model, data = tree.get("model") or {}, tree.get("data") or {}
+    model = tree.get("model") or {}
+    data = tree.get("data") or {}
     method = str(tree.get("method") or record.get("method") or "")
     in_rounds = tree.get("rounds") or record.get("rounds") or {}
     sources = {split: data.get(split) or [] for split in ("train", "eval")}
@@ -195,7 +198,8 @@ def _latest(files: Sequence[Path]) -> tuple[Path, dict[str, Any]]:
     other times; of two runs the file that was written last."""
     states = {file: _read_json(file) for file in files}
     logs = {file: json.dumps(state.get("log_history", []))[:-1] for file, state in states.items()}  # as text, for NaN
-    newest, longest = max(files, key=lambda file: file.stat().st_mtime), max(files, key=lambda file: len(logs[file]))
+    newest = max(files, key=lambda file: file.stat().st_mtime)
+    longest = max(files, key=lambda file: len(logs[file]))
     found = longest if logs[longest].startswith(logs[newest]) and logs[newest] != "[" else newest
     return found, states[found]
 
@@ -211,7 +215,8 @@ def _is_outdated(file: Path, source: Path, started: float | None) -> bool:
     """Is it missing, or of an earlier run? source: the trainer_state.json that is read; started: of the run."""
     if not file.exists():
         return True
-    written, over = file.stat().st_mtime, file.parent / STATE
+    written = file.stat().st_mtime
+    over = file.parent / STATE
     if _is_earlier(file, started):
         return True
     # Not younger than the end of a run, after which `source`, a checkpoint's state, was written

@@ -114,7 +114,9 @@ class RolloutBuilder:
             answers = source.rollouts(asked, seed, max_new_tokens)
         grades = self.reward.grades(self.trainer.tokenizer, asked, answers).tolist() if self.reward else None
 
-        rollouts, examples, numbers = [], [], iter(range(len(answers)))
+        rollouts = []
+        examples = []
+        numbers = iter(range(len(answers)))
         for row, own in zip(rows, sampled, strict=True):
             answer = Rollout(row["prompt_ids"], [Completion(row["completion_ids"])])
             columns: dict[str, Any] = {"sampled": own}

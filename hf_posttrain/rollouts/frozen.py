@@ -48,7 +48,8 @@ class Frozen(OnPolicy):
             moved = self.of is not None or self.trainer.state.global_step > 0
             self.of = self.trainer.train_dataset
             sampled = self._sampled(moved)
-            self.known, self.scored = sampled["rollout_ids"], None
+            self.known = sampled["rollout_ids"]
+            self.scored = None
             if self.trainer.args.teacher.precompute:
                 self.scored = self._scored(sampled)["teacher"]
                 self.teacher.release()  # an evaluation brings it back
@@ -68,7 +69,8 @@ class Frozen(OnPolicy):
 
     def _sampled(self, moved: bool) -> datasets.Dataset:
         """`rollout_ids` of all rows: K each. moved: has the policy been trained since it began? All ranks call it."""
-        trainer, args = self.trainer, self.trainer.args
+        trainer = self.trainer
+        args = self.trainer.args
         prompts = self.of.select_columns([name for name in PROMPT_COLUMNS if name in self.of.column_names])
         key = [
             self.start,
@@ -98,8 +100,11 @@ class Frozen(OnPolicy):
     def _sample(self, prompts: datasets.Dataset) -> datasets.Dataset:
         """In pieces, which the ranks share out; each piece has random numbers of its own."""
         self.trainer.sampler.synchronise()
-        accelerator, starts = self.trainer.accelerator, range(0, len(prompts), PIECE)
-        world, rank, found = accelerator.num_processes, accelerator.process_index, {}
+        accelerator = self.trainer.accelerator
+        starts = range(0, len(prompts), PIECE)
+        world = accelerator.num_processes
+        rank = accelerator.process_index
+        found = {}
         for first in range(0, len(starts), world):  # as many calls on every rank: some end with an empty piece
             number = first + rank
             piece = range(number * PIECE, min((number + 1) * PIECE, len(prompts)))
@@ -118,7 +123,8 @@ class Frozen(OnPolicy):
 
     def _scored(self, sampled: datasets.Dataset) -> datasets.Dataset:
         """`teacher` of all rows: K x {teacher_ids, ...} each. All ranks call it."""
-        trainer, args = self.trainer, self.trainer.args
+        trainer = self.trainer
+        args = self.trainer.args
         read = [name for name in (*PROMPT_COLUMNS, *FOR_TEACHER) if name in self.of.column_names]
         rows = datasets.concatenate_datasets([self.of.select_columns(read), sampled], axis=1)
         merged = trainer.eos.ids.tolist()

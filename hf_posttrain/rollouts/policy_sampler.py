@@ -28,7 +28,8 @@ class PolicySampler:
         self, prompts: Sequence[Sequence[int]], n: int, max_new_tokens: int, seed: Sequence[int]
     ) -> list[list[Completion]]:
         """Return n completions of each prompt, from the global generator: see `generation.rollout.seeded`."""
-        trainer, options = self.trainer, self.trainer.rollout_options
+        trainer = self.trainer
+        options = self.trainer.rollout_options
         repeated = [prompt for prompt in prompts for _ in range(n)]
         sampled = trainer.generate(
             repeated,

@@ -29,7 +29,9 @@ class PrefetchedRollouts:
 
     def begin(self, key: Any, sample: Callable[[], Any], process: str | None) -> None:
         """Sample in the background. key: what identifies the rollouts; process: which start of the server samples."""
-        self.key, self.process, self.future = _as_json(key), process, in_background(sample)
+        self.key = _as_json(key)
+        self.process = process
+        self.future = in_background(sample)
 
     def take(self, key: Any, process: str | None) -> Callable[[], Any] | None:
         """Return what gives the rollouts that were begun for `key`, once; None where there are none, and where the
@@ -37,7 +39,8 @@ class PrefetchedRollouts:
         """
         if self.future is None or self.key != _as_json(key):
             return None
-        future, self.future = self.future, None
+        future = self.future
+        self.future = None
         self.taken = self.trainer.state.global_step, self.key, future
         return future.result if self.process in (None, process) else None
 

@@ -42,7 +42,8 @@ from .weight_sync import scrambled_adapter, whole_weights_on_first
 
 logger = logging.getLogger(__name__)
 # vLLM's least logit_bias, and the number of ids that may have one (v1/worker/gpu/sample/logit_bias.py)
-_NEVER, _MOST_BIASED = -100.0, 1024
+_NEVER = -100.0
+_MOST_BIASED = 1024
 # LoRA in vLLM: max_lora_rank (config/lora.py), and initialisations that leave the base as it is (lora/peft_helper.py)
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 _INITIALISATIONS = (True, False, "gaussian", "eva", "orthogonal")
@@ -61,7 +62,8 @@ _BEYOND_LORA = (
     "velora_config",
     "monteclora_config",
 )
-PROBES, PROBE_TOKENS = 4, 16
+PROBES = 4
+PROBE_TOKENS = 16
 """Prompts that are compared after a transfer, and tokens of each and of its answer."""
 ROUNDING = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.05}
 """By how much a token's log-probability may differ on average between vLLM and the student, by vLLM's dtype."""
@@ -85,8 +87,11 @@ class VLLMSampler:
         self.lora = model.peft_config[model.active_adapter] if isinstance(model, peft.PeftModel) else None
         if self.lora:
             max_rank(self.lora)
-        self.trainer, self.options, self.sampling = trainer, trainer.rollout_options, sampling(trainer)
-        self.count, self.sent = 0, 0  # what was written, and how often vLLM got the policy
+        self.trainer = trainer
+        self.options = trainer.rollout_options
+        self.sampling = sampling(trainer)
+        self.count = 0
+        self.sent = 0  # what was written, and how often vLLM got the policy
         self.adapter: Any = None
         # a new folder in output_dir, the same on all ranks; what removes it when the run ends is kept by the first
         self.temporary = None
@@ -144,7 +149,8 @@ class VLLMSampler:
     def _gaps(self) -> tuple[list[tuple[float, float]], float, str]:
         """By how much log-probabilities that vLLM gives for what it samples differ from the student's own, as ([(mean,
         largest) of each rank], what rounding may do, in which dtype). All ranks call it."""
-        trainer, inner = self.trainer, scoring.causal_lm(self.trainer.model)
+        trainer = self.trainer
+        inner = scoring.causal_lm(self.trainer.model)
         draw = some_ids(inner)
         size = min(trainer.vocabulary, inner.config.get_text_config().vocab_size)
         prompts = [[token % size for token in draw(PROBE_TOKENS)] for _ in range(PROBES)]
@@ -206,16 +212,19 @@ class VLLMSampler:
         """The policy as it is now, or its adapter alone, to a new folder, which is returned. All ranks call it. change:
         (name, weight) -> what is written in its place."""
         self.count += 1
-        first, folder = self.trainer.is_world_process_zero(), self.folder / str(self.count)
+        first = self.trainer.is_world_process_zero()
+        folder = self.folder / str(self.count)
         adapter = scoring.unwrapped(self.trainer.model).active_adapter if self.lora else "default"
         place = folder if adapter == "default" else folder / adapter  # as PEFT has it
         if self.lora:
             self.trainer.save_model(str(folder), _internal_call=True)
-            weights, file = {}, place / "adapter_model.safetensors"
+            weights = {}
+            file = place / "adapter_model.safetensors"
             if first and change:
                 weights = {name: change(name, weight) for name, weight in load_file(file).items()}
         else:
-            weights, file = whole_weights_on_first(self.trainer, self.dtype, change), place / "model.safetensors"
+            weights = whole_weights_on_first(self.trainer, self.dtype, change)
+            file = place / "model.safetensors"
 
         def write() -> None:
             if first and weights:
@@ -248,7 +257,8 @@ def sampling(trainer: Any) -> dict[str, Any]:
 
     Raises InputError where more ids must never be drawn than vLLM can be told.
     """
-    options, size = trainer.rollout_options, scoring.causal_lm(trainer.model).config.get_text_config().vocab_size
+    options = trainer.rollout_options
+    size = scoring.causal_lm(trainer.model).config.get_text_config().vocab_size
     padding = range(trainer.vocabulary, size)
     if len(padding) > _MOST_BIASED:
         lacks = f"the vocabulary has {len(padding)} ids that stand for no token, or that the teacher lacks"

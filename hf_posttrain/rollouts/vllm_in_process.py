@@ -45,8 +45,10 @@ class VLLMInProcessSampler(VLLMSampler):
         """vLLM's engine with the student's config and random weights."""
         from vllm import LLM
 
-        trainer, accelerator = self.trainer, self.trainer.accelerator
-        inner, place = scoring.causal_lm(trainer.model), self.folder / "model"
+        trainer = self.trainer
+        accelerator = self.trainer.accelerator
+        inner = scoring.causal_lm(trainer.model)
+        place = self.folder / "model"
         # a folder without weights, which come from memory: config and tokenizer are all that vLLM reads
         if trainer.is_world_process_zero():
             config = copy.deepcopy(inner.config)

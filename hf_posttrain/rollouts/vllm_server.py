@@ -42,8 +42,10 @@ class VLLMServerSampler(VLLMSampler):
         super().__init__(trainer)
         self.card = card = together(lambda: check(self.options, self.lora, trainer.args.max_length))
         self.server = _server(self.options)
-        self.model, base = card["id"], scoring.causal_lm(trainer.model).name_or_path
-        self.dtype, self.process = card.get("dtype"), card.get("process")
+        self.model = card["id"]
+        base = scoring.causal_lm(trainer.model).name_or_path
+        self.dtype = card.get("dtype")
+        self.process = card.get("process")
         if self.lora and card["root"] != base:
             said = "the vLLM server serves %s, and the student's base is %s: with LoRA they must be the same weights"
             logger.warning(said, card["root"], base or "a model in memory")
@@ -62,7 +64,8 @@ class VLLMServerSampler(VLLMSampler):
         """The server reads the weights, or the adapter under a new name, from a folder. Raises ServerError."""
         if self.prefetched:
             self.prefetched.wait()  # no request may be under way while weights change
-        path, previous = str(self._write(change)), self.adapter
+        path = str(self._write(change))
+        previous = self.adapter
         if self.lora:  # vLLM would take a name that it knows from its cache
             self.adapter = f"{self.folder.name}-{self.count}"
 
@@ -95,7 +98,8 @@ class VLLMServerSampler(VLLMSampler):
         """What `sample` gives; where the server has started again meanwhile, once more with the weights sent anew."""
         first = self.trainer.is_world_process_zero()
         for _ in range(2):
-            begun, self.begun = self.begun, None
+            begun = self.begun
+            self.begun = None
             try:
                 found = together(begun or sample)
                 same = together(lambda: not first or self._process() == self.process)
@@ -195,7 +199,8 @@ def check(options: Any, peft_config: PeftConfig | None = None, max_length: int |
 
 def _checked(server: Server, options: Any, rank: int | None, max_length: int | None) -> dict[str, Any]:
     """`check` of a server that serves an adapter of this rank, None for whole weights."""
-    card, told = server.card(), server.settings()
+    card = server.card()
+    told = server.settings()
     longest = card.get("max_model_len") or math.inf  # others than vLLM may not say
     if max_length is not None and longest < max_length:
         problem = f"the vLLM server's --max-model-len {longest}: lower max_length, or start it with more"
@@ -205,7 +210,8 @@ def _checked(server: Server, options: Any, rank: int | None, max_length: int | N
             how = "start it with VLLM_SERVER_DEV_MODE=1 in its environment, so that it takes weights"
             raise InputError(f"sampler.base_url: {server.url} is not in development mode: {how}")
         return card
-    mode, lora = told["model_config"]["logprobs_mode"], told["lora_config"]
+    mode = told["model_config"]["logprobs_mode"]
+    lora = told["lora_config"]
     if mode != "processed_logprobs" and (options.temperature != 1 or mode != "raw_logprobs"):
         how = f"of another distribution than rollouts are drawn from at temperature {options.temperature:g}"
         raise InputError(f"the vLLM server gives {mode}, {how}: start it with --logprobs-mode processed_logprobs")

@@ -159,7 +159,8 @@ def rounds_features(rounds: RoundsSection) -> dict[Feature, str]:
 
 def _out_of_range(rounds: RoundsSection, kind: RowKind) -> Iterator[Problem]:
     """Thresholds and margins that no score reaches, of judges whose scores are from 0 to 1."""
-    by, pair = rounds.judge.by, rounds.pair
+    by = rounds.judge.by
+    pair = rounds.pair
     if by not in ("exact_match", "url"):
         return
     if pair.threshold is not None and not 0 < pair.threshold <= 1:

@@ -25,7 +25,8 @@ def record(
 ) -> None:
     """Log the round that the trainer has just made; of those over all prompts write N.jsonl, with every answer, and
     rounds.json. All ranks call it."""
-    found, number = summarise(judged, trainer.terminal_ids), trainer.round.number + 1
+    found = summarise(judged, trainer.terminal_ids)
+    number = trainer.round.number + 1
     found |= {"rows": float(paired.count), "left_out": float(paired.left_out.total())}
     if trainer.section.steps:
         for name, value in found.items():
@@ -72,7 +73,8 @@ def _warn_of_fall(entry: dict[str, Any], earlier: list[dict[str, Any]]) -> None:
     best = max(earlier, key=lambda one: one["score"], default=None)
     if not best or "score_error" not in entry:
         return
-    fall, error = best["score"] - entry["score"], math.hypot(best["score_error"], entry["score_error"])
+    fall = best["score"] - entry["score"]
+    error = math.hypot(best["score_error"], entry["score_error"])
     if fall > 4 * error > 0:
         said = "round %d: its answers score %.3g on average, and those of round %d %.3g: training made them worse"
         advice = ": lower learning_rate; docs/rounds.md, What to watch, has more"

@@ -27,7 +27,8 @@ class Round(TrainerCallback):
     required = False
 
     def __init__(self, trainer: Any):
-        self.trainer, self.number = trainer, -1
+        self.trainer = trainer
+        self.number = -1
         self.rows: Any = None  # prepared, maybe none
         self.order: list[np.ndarray] = []  # of each of its steps, numbers of rows; none: they are yet to be dealt out
         self.tokens = np.zeros(0)  # of each row
@@ -52,7 +53,10 @@ class Round(TrainerCallback):
 
     def reset(self) -> None:
         """Start before the first round."""
-        self.number, self.rows, self.drawn, self.told = -1, None, None, []
+        self.number = -1
+        self.rows = None
+        self.drawn = None
+        self.told = []
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue with the round of a checkpoint."""
@@ -80,7 +84,8 @@ class Round(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Save after the last step of a round over all prompts."""
-        trainer, saved = self.trainer, getattr(args.save_strategy, "value", args.save_strategy)
+        trainer = self.trainer
+        saved = getattr(args.save_strategy, "value", args.save_strategy)
         ends = trainer.round_of(state.global_step) != trainer.round_of(state.global_step - 1)
         by_epoch = saved == "epoch" and state.global_step % len(trainer.windows) == 0  # which saves as well
         if trainer.section.count and ends and not by_epoch and saved not in ("no", "best"):

@@ -55,7 +55,7 @@ from .iteration_log import record, summarise
 from .iteration_state import Round
 from .judges import make_judge
 from .pairing import SelectedRows, pair_up
-from .sample_and_judge import ScoredCompletions, RoundFiles, RoundInterrupted, draw, pieces_of
+from .sample_and_judge import RoundFiles, RoundInterrupted, ScoredCompletions, draw, pieces_of
 
 logger = logging.getLogger(__name__)
 EVALUATION = 2**31
@@ -100,14 +100,17 @@ def with_section(args: Any, section: RoundsSection) -> Any:
     if hasattr(args, "precompute_ref_log_probs"):
         args.precompute_ref_log_probs = False
     if args.metric_for_best_model == "loss" and args.load_best_model_at_end:  # HF's default: evaluations have no loss
-        args.metric_for_best_model, args.greater_is_better = "score", True
+        args.metric_for_best_model = "score"
+        args.greater_is_better = True
     if section.judge.by == "url" and str(args.metric_for_best_model).removeprefix("eval_") in ("score", "best_score"):
         problem = "scores of judge url are shares of wins among a model's own answers, which compare no two models"
         raise InputError(f"metric_for_best_model: {problem}: set it to exact_match, or leave load_best_model_at_end")
     args.passes = args.num_train_epochs  # over the rows of a round
     if section.count is not None:
         args.num_train_epochs *= section.count
-    args.rounds, args.max_completion_length, args.keep_asked = section, section.max_completion_length, True
+    args.rounds = section
+    args.max_completion_length = section.max_completion_length
+    args.keep_asked = True
     args.keep_changes()
     return args
 
@@ -167,7 +170,8 @@ class InRounds(PostTrainer, SamplingInterface):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As PostTrainer has it; the weights may have changed since the last one."""
-        self.synchronised, self.rows_ran_out = None, False
+        self.synchronised = None
+        self.rows_ran_out = False
         # HF guesses wrong where training ends before the first step of a pass
         expected = lambda: self.rows_ran_out or self.preemption.happened  # noqa: E731
         quiet = lambda said: not (expected() and "not to be a single sample" in said.getMessage())  # noqa: E731
@@ -184,7 +188,8 @@ class InRounds(PostTrainer, SamplingInterface):
     def windows(self) -> list[int]:
         """The micro-batches of each optimizer step of a pass over the prompts, on each rank: the last may have
         fewer."""
-        count, rows = self.args.gradient_accumulation_steps, self.args.train_batch_size * self.args.world_size
+        count = self.args.gradient_accumulation_steps
+        rows = self.args.train_batch_size * self.args.world_size
         batches = len(self.train_dataset) / rows
         whole = math.floor(batches) if self.args.dataloader_drop_last else math.ceil(batches)
         return [count] * (whole // count) + ([whole % count] if whole % count else []) or [count]
@@ -198,14 +203,16 @@ class InRounds(PostTrainer, SamplingInterface):
     def steps_of(self, number: int) -> range:
         """The optimizer steps of a round."""
         if self.section.steps:
-            first, end = number * self.section.steps, (number + 1) * self.section.steps
+            first = number * self.section.steps
+            end = (number + 1) * self.section.steps
             return range(first, min(end, self.state.max_steps))
         count = rounds_in(self.section, self.state.max_steps)
         return range(*(-(-n * self.state.max_steps // count) for n in (number, number + 1)))
 
     def next_window(self, epoch_iterator: Iterator[MicroBatch], count: int) -> list[MicroBatch]:
         """As PostTrainer has it: micro-batches of rows of the round, which begins where it is its turn."""
-        step, random_state = self.state.global_step, torch.get_rng_state()
+        step = self.state.global_step
+        random_state = torch.get_rng_state()
         count = len([*islice(epoch_iterator, count)])  # the same on all ranks
         if count and self.round_of(step) != self.round.number:
             try:
@@ -239,7 +246,9 @@ class InRounds(PostTrainer, SamplingInterface):
 
     def set_rows(self, number: int, rows: datasets.Dataset) -> None:
         """Train on these rows in the steps of round `number`."""
-        self.round.number, self.round.rows, self.round.order = number, rows, []
+        self.round.number = number
+        self.round.rows = rows
+        self.round.order = []
         self.round.tokens = tokens_of(rows) if len(rows) else np.zeros(0)
         try:
             self.learn_of_rows(rows)
@@ -250,7 +259,10 @@ class InRounds(PostTrainer, SamplingInterface):
     def _deal(self) -> list[np.ndarray]:
         """Numbers of the rows of each step of the round: each pass over them in another order, dealt out by the steps'
         micro-batches, and one row at least to each step."""
-        steps, size, windows, passes = self.steps_of(self.round.number), len(self.round.rows), self.windows, 1.0
+        steps = self.steps_of(self.round.number)
+        size = len(self.round.rows)
+        windows = self.windows
+        passes = 1.0
         shares = np.array([windows[step % len(windows)] for step in steps], dtype=float)
         if self.section.count:
             passes = self.args.passes if self.args.max_steps <= 0 else shares.sum() / sum(windows)
@@ -272,7 +284,8 @@ class InRounds(PostTrainer, SamplingInterface):
         Raises InputError where the first round gives no row, ServerError where a server of answers or scores is lost,
         and Stopped.
         """
-        began, section = time.perf_counter(), self.section
+        began = time.perf_counter()
+        section = self.section
         with self.pace.paused():
             prompts = self._prompts_of(number)
             synchronise(self)
@@ -298,10 +311,13 @@ class InRounds(PostTrainer, SamplingInterface):
         """The prompts of a round: all, or of an endless row of permutations those of its steps."""
         if self.section.count:
             return self.train_dataset
-        steps, windows, size = self.steps_of(number), self.windows, len(self.train_dataset)
+        steps = self.steps_of(number)
+        windows = self.windows
+        size = len(self.train_dataset)
         rows = self.args.train_batch_size * self.args.world_size
         of = lambda some: sum(windows[step % len(windows)] for step in some) * rows  # noqa: E731
-        before, count = of(range(steps.start)), of(steps)
+        before = of(range(steps.start))
+        count = of(steps)
         passes = range(before // size, (before + count - 1) // size + 1)
         order = np.concatenate([np.random.default_rng((self.args.seed, each)).permutation(size) for each in passes])
         first = before - passes[0] * size
@@ -309,7 +325,8 @@ class InRounds(PostTrainer, SamplingInterface):
 
     def _make_rows(self, prompts: datasets.Dataset, judged: list[ScoredCompletions]) -> tuple[Any, SelectedRows]:
         """Prepared rows of the method's kind, maybe none; and how they came about."""
-        kind, section = self.method.rows, self.section
+        kind = self.method.rows
+        section = self.section
         stopped = [[ids[-1] in self.terminal_ids for ids in one.answers] for one in judged]
         # what is nothing but its end is empty
         answers = [[() if ids[0] in self.terminal_ids else tuple(ids) for ids in one.answers] for one in judged]
@@ -335,7 +352,8 @@ class InRounds(PostTrainer, SamplingInterface):
                 logger.warning("a step without rows, as others may be: %s", error)
             self.told = True
             paired.left_out[str(error)] += len(made)
-            rows, paired.rows = rows.select([]), [[] for _ in paired.rows]
+            rows = rows.select([])
+            paired.rows = [[] for _ in paired.rows]
         return rows, paired
 
     def _scored(self, rows: datasets.Dataset) -> datasets.Dataset:

@@ -8,9 +8,12 @@ from typing import NamedTuple
 from ..data.row_schema import RowKind
 from .config import PairSection
 
-ALIKE, TOO_CLOSE = "answers that differ score alike", "the better one is better by less than the margin"
-NOT_GOOD, ALL_SAME = "no answer reaches the threshold", "all answers are the same"
-UNJUDGED, UNFINISHED = "no score", "the good answers did not end"
+ALIKE = "answers that differ score alike"
+TOO_CLOSE = "the better one is better by less than the margin"
+NOT_GOOD = "no answer reaches the threshold"
+ALL_SAME = "all answers are the same"
+UNJUDGED = "no score"
+UNFINISHED = "the good answers did not end"
 EMPTY = "empty answers"
 LABELS_ALIKE = "no score is far enough from the threshold"
 
@@ -108,7 +111,8 @@ def _labels(
     if not good and not bad:
         return [], UNFINISHED if high else LABELS_ALIKE
     if pair.take == "best":
-        good, bad = good[:1], bad[:1]
+        good = good[:1]
+        bad = bad[:1]
     return [*(Row((n,), True) for n in good), *(Row((n,), False) for n in bad)], ""
 
 

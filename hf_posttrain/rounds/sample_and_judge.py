@@ -27,7 +27,8 @@ from .judges.question import question_of
 logger = logging.getLogger(__name__)
 FOLDER = "_rounds"
 """In output_dir; by its first letter HF does not push it to the hub: it has the prompts."""
-PIECE, ONLINE_PIECE = 64, 8
+PIECE = 64
+ONLINE_PIECE = 8
 """Prompts that are answered at once: random numbers depend on it, and not on the ranks. Online there are few."""
 SAMPLE = 64  # values of each weight that tell one policy from another
 
@@ -68,7 +69,8 @@ class RoundFiles:
 
 def pieces_of(trainer: Any, prompts: datasets.Dataset, *seed: int) -> RoundFiles:
     """Where the pieces of a round are. All ranks call it: the key has the policy's weights."""
-    args, options = trainer.args, trainer.rollout_options
+    args = trainer.args
+    options = trainer.rollout_options
     weights = weights_key(unwrapped(trainer.model).state_dict(keep_vars=True), sample=SAMPLE)
     judge = agreed(trainer.judge.key)
     key = [
@@ -95,8 +97,11 @@ def draw(
     the number of ranks. Raises InputError and ServerError of a judge or sampler, and Stopped between pieces that are
     kept, on all ranks.
     """
-    accelerator, longest = trainer.accelerator, trainer.rollout_options.max_completion_length
-    world, rank, count = accelerator.num_processes, accelerator.process_index, trainer.rollout_options.num_generations
+    accelerator = trainer.accelerator
+    longest = trainer.rollout_options.max_completion_length
+    world = accelerator.num_processes
+    rank = accelerator.process_index
+    count = trainer.rollout_options.num_generations
     size = piece_size(trainer.rollout_options)
     # 1. pieces that any rank has on its disk count as done; each is told by the first rank that has it
     mine = pieces.read()
@@ -140,7 +145,8 @@ def piece_size(section: RoundsSection) -> int:
 
 def agreed(ask: Callable[[], Any]) -> Any:
     """What `ask` gives on each rank. Raises the InputError of any rank on all of them, which would wait for it."""
-    found, error = None, None
+    found = None
+    error = None
     try:
         found = ask()
     except InputError as raised:

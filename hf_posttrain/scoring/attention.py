@@ -69,7 +69,9 @@ def find_segments(documents: Sequence[np.ndarray], length: int) -> Segments:
 
     documents: for each document the branch of its tokens, 0 for the prompt.
     """
-    sizes, places, start = [], [], 0
+    sizes = []
+    places = []
+    start = 0
     for branch in (*documents, np.zeros(length - sum(map(len, documents)), dtype=np.int64)):
         prompt = np.empty(0, dtype=np.int64)
         bounds = [0, *(np.flatnonzero(np.diff(branch)) + 1).tolist(), len(branch)]
@@ -126,7 +128,8 @@ def attend_by_segment(
         k, v = (states.index_select(0, segments["gathered"]) for states in (k, v))
     picture = segments.get("picture") if sliding_window or segments.get("in_all") else None
     if not dropout and picture is None and _takes_varlen(q, v):
-        q, k = q.to(v.dtype), k.to(v.dtype)  # under autocast some norms leave float32
+        q = q.to(v.dtype)
+        k = k.to(v.dtype)  # under autocast some norms leave float32
         window = (sliding_window - 1 if sliding_window else -1, 0)
         bounds = [segments[name] for name in VARLEN]
         found: Any = varlen_attn(q, k, v, *bounds, scale=scaling, window_size=window, **GQA)

@@ -53,7 +53,10 @@ def allowed(batch: MicroBatch, window: int | None = None) -> Tensor:
 
 def attends(batch: MicroBatch, window: int | Tensor | None, r: Any, i: Tensor, j: Tensor) -> Tensor:
     """The rule of `allowed` for query i and key j of row r, indices of any shapes that broadcast."""
-    document, branch, position, picture = batch.document, batch.branch, batch.position_ids, batch.picture
+    document = batch.document
+    branch = batch.branch
+    position = batch.position_ids
+    picture = batch.picture
     assert document is not None
     assert branch is not None
     own_branch = (branch[r, j] == 0) | (branch[r, j] == branch[r, i])

@@ -58,7 +58,8 @@ def quickest(model: PreTrainedModel, device: torch.device) -> tuple[str, str]:
         return BY_SEGMENT, "each piece of a row alone" + ", in one varlen call" * has_varlen_kernel(device)
     if asked == "flex_attention":
         return BY_BLOCK, "flex_attention was asked for"
-    caps, dropout = getattr(config, "attn_logit_softcapping", None), getattr(config, "attention_dropout", 0)
+    caps = getattr(config, "attn_logit_softcapping", None)
+    dropout = getattr(config, "attention_dropout", 0)
     if asked == "eager" and caps and not dropout and device.type != "cpu" and model._supports_flex_attn:
         return BY_BLOCK, "the model caps its attention scores, which sdpa does not"
     return asked, "the model was loaded with it"

@@ -52,7 +52,8 @@ def attend_by_block(
         raise RuntimeError(f"{type(module).__name__} attends with {unknown[0]}")
     if dropout:
         raise InputError(f"flex_attention has no dropout, the model's is {dropout}: choose another attn_implementation")
-    query, key = query.to(value.dtype), key.to(value.dtype)
+    query = query.to(value.dtype)
+    key = key.to(value.dtype)
     if isinstance(attention_mask, flex.BlockMask):
         change = _softcapped(softcap) if softcap else None
         found = _compiled()(query, key, value, change, attention_mask, scaling, enable_gqa=True)

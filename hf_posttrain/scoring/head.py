@@ -25,7 +25,8 @@ from transformers import PreTrainedConfig
 TILE_ELEMENTS = 2**23  # on CPU: logits in one tile, n x V (32 MB in float32)
 KEEP_ELEMENTS = 2**26  # on CPU: the logits' gradient waits for the backward where N x V is below this: it saves a GEMM
 WIDE = 2048  # on CPU: columns of a float32 product, which over a whole vocabulary takes 1.25 times as long
-TILE_SHARE, KEPT_SHARE = 1 / 32, 1 / 16  # the same on a GPU, as shares of its memory
+TILE_SHARE = 1 / 32
+KEPT_SHARE = 1 / 16  # the same on a GPU, as shares of its memory
 BYTES_PER_LOGIT = 16  # of a tile on a GPU: logits, gradient, the teacher's, and as much again where no kernel does them
 LOW = (torch.bfloat16, torch.float16)
 META_MEMORY = 80 * 2**30  # bytes of the meta device, which stands for a GPU in tests and estimates
@@ -150,14 +151,17 @@ class LogProb:
     def __call__(self, logits: Tensor, rows: slice, need_grad: bool, buffer: Tensor) -> Tile:
         """[n, V] -> Tile of [n]."""
         if fused := kernels(logits):
-            size, out = self.vocabulary or logits.shape[-1], buffer if need_grad else None
+            size = self.vocabulary or logits.shape[-1]
+            out = buffer if need_grad else None
             found = fused.log_prob(logits, self.targets[rows], self.temperature, size, out, self.stats)
             return Tile(found[0], out, dict(zip(("entropy", "correct"), found[1:], strict=True)) if self.stats else {})
-        targets, logits = self.targets[rows, None], logits[:, : self.vocabulary]
+        targets = self.targets[rows, None]
+        logits = logits[:, : self.vocabulary]
         logits = logits if self.temperature == 1.0 else logits / self.temperature
         probs, peak, log_top = softmax(logits, buffer)
         own = logits.gather(-1, targets)
-        value, stats = (own - peak + log_top)[:, 0], {}
+        value = (own - peak + log_top)[:, 0]
+        stats = {}
         if self.stats:
             # from the peak on: the difference of two numbers of 20 has no digit of an entropy of 1e-6
             entropy = -log_top - expectation(probs, logits.sub_(peak).clamp_(min=-1e30))  # 0 x -inf would be NaN
@@ -227,7 +231,8 @@ class LinearHead:
 
 def tiles(hidden: Tensor, vocabulary: int) -> Iterator[slice]:
     """Slices of the N tokens of hidden states [N, H], a tile each; one where N is 0."""
-    tokens, rows = len(hidden), tile_rows(vocabulary, memory(hidden.device))
+    tokens = len(hidden)
+    rows = tile_rows(vocabulary, memory(hidden.device))
     return (slice(start, min(start + rows, tokens)) for start in range(0, max(tokens, 1), rows))
 
 
@@ -274,7 +279,8 @@ class _ScoreTokens(torch.autograd.Function):
         few = len(cast) * len(weight) <= kept_logits(memory(cast.device), cast.itemsize)
         keep = needs_head and run.weights is None and few
         grad_hidden = torch.zeros_like(cast) if needs_hidden else None
-        buffers, done = _tile_buffers(cast, weight.shape[0]), []
+        buffers = _tile_buffers(cast, weight.shape[0])
+        done = []
         with torch.autocast(hidden.device.type, enabled=False):  # everything is cast already
             for rows in tiles(cast, len(weight)):
                 result, raw_grad = _run_tile(head, run.tile, cast, rows, needs_hidden or needs_head, buffers)
@@ -288,7 +294,8 @@ class _ScoreTokens(torch.autograd.Function):
                     run.kept.append(raw_grad.clone())
         run.stats.update({name: torch.cat([tile.stats[name] for tile in done]) for name in done[0].stats})
         ctx.save_for_backward(hidden, weight, bias, grad_hidden)
-        ctx.run, ctx.head_grad = run, head_grad
+        ctx.run = run
+        ctx.head_grad = head_grad
         return torch.cat([tile.value for tile in done])
 
     @staticmethod
@@ -300,13 +307,17 @@ class _ScoreTokens(torch.autograd.Function):
         if not (ctx.needs_input_grad[1] or ctx.needs_input_grad[2]):
             return grad_hidden, None, None, None
         if ctx.head_grad is not None:
-            head_grad, ctx.head_grad = ctx.head_grad, None  # a second backward computes it again
+            head_grad = ctx.head_grad
+            ctx.head_grad = None  # a second backward computes it again
             return grad_hidden, *head_grad.result(_promised_scale(grad, ctx.run.weights)), None
         # no `weights`, or a second backward: the kept tiles, or each computed again
-        run, gradient = ctx.run, _HeadGradient(weight, bias)
-        head, hidden = LinearHead(weight, bias, run.head.transform), hidden.to(run.dtype)
+        run = ctx.run
+        gradient = _HeadGradient(weight, bias)
+        head = LinearHead(weight, bias, run.head.transform)
+        hidden = hidden.to(run.dtype)
         if not run.kept:
-            head, buffers = head.cast(hidden, run.dtype)[0], _tile_buffers(hidden, len(weight))
+            head = head.cast(hidden, run.dtype)[0]
+            buffers = _tile_buffers(hidden, len(weight))
         for i, rows in enumerate(tiles(hidden, len(weight))):
             raw_grad = run.kept[i] if run.kept else _run_tile(head, run.tile, hidden, rows, True, buffers)[1]
             gradient.add(raw_grad, grad[rows], hidden[rows])
@@ -317,7 +328,8 @@ class _HeadGradient:
     """Accumulates the gradient of weight [V, H] and bias [V] in float32 (float64 stays)."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None):
-        self.dtype, self.exact = weight.dtype, torch.promote_types(weight.dtype, torch.float32)
+        self.dtype = weight.dtype
+        self.exact = torch.promote_types(weight.dtype, torch.float32)
         self.weight: Tensor | None = None
         self.bias = None if bias is None else torch.zeros_like(bias, dtype=self.exact)
 
@@ -390,6 +402,7 @@ def _promised_scale(grad: Tensor, weights: Tensor) -> Tensor:
 def check_promises() -> None:
     """Raises RuntimeError where a loss since the last call was not what `score_tokens` had been promised. Waits for the
     device: call it where that waits anyway, as a log does."""
-    found, _broken_promises[:] = list(_broken_promises), []
+    found = list(_broken_promises)
+    _broken_promises[:] = []
     if any(flag.item() for flag in found if flag.device.type != "meta"):
         raise RuntimeError("the loss is not a multiple of (weights * values).sum(), as score_tokens was promised")

@@ -18,7 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK, WARPS = 4096, 8  # logits that a program reads at once, and by how many warps
+BLOCK = 4096
+WARPS = 8  # logits that a program reads at once, and by how many warps
 
 
 LEAST = tl.constexpr(-1e30)  # a logit of -inf becomes this: 0 x -inf and -inf - -inf would be NaN
@@ -60,14 +61,18 @@ def _log_prob(
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    source, target = logits + row * stride, tl.load(targets + row)
+    source = logits + row * stride
+    target = tl.load(targets + row)
     own = _load(source, target, vocabulary, scale)
-    peak, total, weighted = -float("inf"), 0.0, 0.0  # the largest x, sum of e^(x - peak), sum of x e^(x - peak)
+    peak = -float("inf")
+    total = 0.0
+    weighted = 0.0  # the largest x, sum of e^(x - peak), sum of x e^(x - peak)
     for start in range(0, vocabulary, BLOCK):
         place = start + tl.arange(0, BLOCK)
         x = _load(source, place, vocabulary, scale)
         higher = tl.maximum(peak, tl.max(x, 0))
-        shrunk, e = tl.exp(peak - higher), tl.exp(x - higher)
+        shrunk = tl.exp(peak - higher)
+        e = tl.exp(x - higher)
         total = total * shrunk + tl.sum(e, 0)
         if STATS:
             weighted = weighted * shrunk + tl.sum(tl.where(e > 0, x * e, 0.0), 0)
@@ -107,23 +112,36 @@ def _kl(
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    own, other, target = logits + row * stride, teacher + row * theirs, tl.load(targets + row)
+    own = logits + row * stride
+    other = teacher + row * theirs
+    target = tl.load(targets + row)
     # of student z and teacher t: the largest, the sum of e^(x - largest), and sum of (t - z) e^(...) by who weighs
-    z_peak, t_peak, z_total, t_total, moved = -float("inf"), -float("inf"), 0.0, 0.0, 0.0
+    z_peak = -float("inf")
+    t_peak = -float("inf")
+    z_total = 0.0
+    t_total = 0.0
+    moved = 0.0
     for start in range(0, vocabulary, BLOCK):
         place = start + tl.arange(0, BLOCK)
-        zs, ts = _load(own, place, vocabulary, scale), _load(other, place, vocabulary, scale)
-        z_higher, t_higher = tl.maximum(z_peak, tl.max(zs, 0)), tl.maximum(t_peak, tl.max(ts, 0))
-        z_shrunk, t_shrunk = tl.exp(z_peak - z_higher), tl.exp(t_peak - t_higher)
-        q, p = tl.exp(zs - z_higher), tl.exp(ts - t_higher)
-        z_total, t_total = z_total * z_shrunk + tl.sum(q, 0), t_total * t_shrunk + tl.sum(p, 0)
+        zs = _load(own, place, vocabulary, scale)
+        ts = _load(other, place, vocabulary, scale)
+        z_higher = tl.maximum(z_peak, tl.max(zs, 0))
+        t_higher = tl.maximum(t_peak, tl.max(ts, 0))
+        z_shrunk = tl.exp(z_peak - z_higher)
+        t_shrunk = tl.exp(t_peak - t_higher)
+        q = tl.exp(zs - z_higher)
+        p = tl.exp(ts - t_higher)
+        z_total = z_total * z_shrunk + tl.sum(q, 0)
+        t_total = t_total * t_shrunk + tl.sum(p, 0)
         if REVERSE:
             moved = moved * z_shrunk + tl.sum(tl.where(q > 0, q * (ts - zs), 0.0), 0)
         else:
             moved = moved * t_shrunk + tl.sum(tl.where(p > 0, p * (ts - zs), 0.0), 0)
-        z_peak, t_peak = z_higher, t_higher
+        z_peak = z_higher
+        t_peak = t_higher
     # ln p - ln q = t - z - away
-    z_log, t_log = _log_total(z_peak, z_total), _log_total(t_peak, t_total)
+    z_log = _log_total(z_peak, z_total)
+    t_log = _log_total(t_peak, t_total)
     away = t_peak - z_peak + (t_log - z_log)
     kl = away - moved / z_total if REVERSE else moved / t_total - away
     tl.store(students + row, _log_prob_of(_load(own, target, vocabulary, scale), z_peak, z_log))
@@ -133,7 +151,8 @@ def _kl(
         written = gradient + row * padded
         for start in range(0, padded, BLOCK):
             place = start + tl.arange(0, BLOCK)
-            zs, ts = _load(own, place, vocabulary, scale), _load(other, place, vocabulary, scale)
+            zs = _load(own, place, vocabulary, scale)
+            ts = _load(other, place, vocabulary, scale)
             q = tl.exp(zs - z_peak - z_log)
             g = q * (ce - (1 - ce) * (ts - zs - away + kl)) if REVERSE else q - (1 - ce) * tl.exp(ts - t_peak - t_log)
             g = tl.where(place < vocabulary, (g - tl.where(place == target, ce, 0.0)) * scale, 0.0)
@@ -180,7 +199,8 @@ def kl(
     """Logits of student [n, V] and teacher [n, V'], over the ids that both have -> KL(q, p) or KL(p, q), and the
     log-probabilities of the targets by each, [n]. gradient [n, V] is overwritten with that of (1 - w) KL - w ln q."""
     value, student, theirs = (logits.new_empty(len(logits), dtype=torch.float32) for _ in range(3))
-    size, out = min(logits.shape[-1], teacher.shape[-1]), logits if gradient is None else gradient
+    size = min(logits.shape[-1], teacher.shape[-1])
+    out = logits if gradient is None else gradient
     _kl[(len(logits),)](
         logits,
         teacher,

@@ -57,7 +57,8 @@ def wants_pieces(models: Sequence[PreTrainedModel], device: torch.device | None 
 
 def _able(model: PreTrainedModel, max_length: int | None) -> tuple[list[str], str]:
     """Layouts that work, and why."""
-    switch, adapters = rope_switch(model), getattr(model, "peft_config", {})
+    switch = rope_switch(model)
+    adapters = getattr(model, "peft_config", {})
     if switch and (max_length is None or max_length > switch):
         return ["padded"], f"rows of more than {switch} tokens have other rotary frequencies"
     if any(getattr(adapter, "alora_invocation_tokens", None) for adapter in adapters.values()):

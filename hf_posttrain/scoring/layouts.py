@@ -80,7 +80,8 @@ class Prompt(list[int]):
 
 def reading_of(row: dict[str, Any]) -> TeacherInput | None:
     """What a prepared row says of its teacher, if anything."""
-    teacher, prompt = row.get("teacher"), row.get("teacher_prompt_ids")
+    teacher = row.get("teacher")
+    prompt = row.get("teacher_prompt_ids")
     return TeacherInput(teacher or "", prompt or None) if teacher or prompt else None
 
 
@@ -198,12 +199,16 @@ def collate(
 
 def _documents(examples: Sequence[Example], pictures: VisionInputs | None = None) -> list[Document]:
     """One document an example: its prompt once, then its branches."""
-    documents, owner = [], count()
+    documents = []
+    owner = count()
     for example in examples:
-        prompt, start = np.asarray(example.prompt), len(example.prompt) - 1
-        several, none = len(example.branches) > 1, np.empty(0, dtype=np.int64)
+        prompt = np.asarray(example.prompt)
+        start = len(example.prompt) - 1
+        several = len(example.branches) > 1
+        none = np.empty(0, dtype=np.int64)
         # the prompt's last token is left to the branches: there it predicts the first token of each
-        seen_by_all, untrained = np.zeros(start, dtype=np.int64), np.full(start, IGNORE)
+        seen_by_all = np.zeros(start, dtype=np.int64)
+        untrained = np.full(start, IGNORE)
         shared_by = np.full(start, len(example.branches))
         parts = [Document(prompt[:-1], np.arange(start), seen_by_all, untrained, shared_by, none)]
         for k, branch in enumerate(example.branches):
@@ -243,7 +248,8 @@ def _cheapest_rows(documents: list[Document]) -> list[list[Document]]:
 
     Fewer rows have less padding; longer ones have more pairs of tokens in attention.
     """
-    lengths, step = [len(document.ids) for document in documents], 1 + len(documents) // ROW_COUNTS
+    lengths = [len(document.ids) for document in documents]
+    step = 1 + len(documents) // ROW_COUNTS
 
     def cost(rows: list[list[int]]) -> float:  # of a pass, in tokens through the layers
         longest = max(sum(lengths[number] for number in row) for row in rows)

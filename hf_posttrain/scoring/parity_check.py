@@ -105,7 +105,8 @@ def check(
     Returns the mean difference of a token's log-probability. in_float32: is it inside `InFloat32`?
     """
     inner = forward.causal_lm(model)
-    examples, found = _check_rows(inner, max_length, pictures), []
+    examples = _check_rows(inner, max_length, pictures)
+    found = []
     alone = [(example, branch.ids) for example in examples for branch in example.branches]
     laid_out = collate(examples, layout, row_multiple=row_multiple([inner, *beside]), pictures=pictures)
     batch = laid_out.to(device)
@@ -114,7 +115,8 @@ def check(
         if layout != "padded" and not got_pieces(inner):
             return math.inf  # of weights that are not trained yet states are too small to show in the values
         for k, (example, ids) in enumerate(alone):
-            own, shown = [*example.prompt, *ids[:-1]], {}
+            own = [*example.prompt, *ids[:-1]]
+            shown = {}
             if example.pictures:
                 shown = pictures.of_prompts(example.pictures, torch.tensor([own], device=device), inner)
             logps = log_softmax(own_logits(model, own, len(ids), shown))
@@ -196,7 +198,8 @@ def _is_finite(weight: nn.Parameter) -> bool:
 
 def check_causal(model: nn.Module) -> None:
     """Raises InputError where a token sees those behind it."""
-    inner, ids = forward.causal_lm(model), some_ids(forward.causal_lm(model))(8)
+    inner = forward.causal_lm(model)
+    ids = some_ids(forward.causal_lm(model))(8)
     if (limit := tolerance(inner)) >= ROUGH:
         return  # int8 quantises a whole row at once: another last token moves what is before it
     other = (ids[-1] + 1) % inner.config.get_text_config().vocab_size
@@ -229,7 +232,8 @@ def spans(model: PreTrainedModel) -> list[int]:
 
 def some_ids(model: PreTrainedModel) -> Callable[[int], list[int]]:
     """A function that draws token ids, always the same ones."""
-    size, draw = model.config.get_text_config().vocab_size, random.Random(0)
+    size = model.config.get_text_config().vocab_size
+    draw = random.Random(0)
     return lambda count: draw.choices(range(min(5, size // 2), min(size, 500)), k=count)
 
 
@@ -247,7 +251,8 @@ def _check_rows(model: PreTrainedModel, max_length: int | None, pictures: Vision
         # with two answers: in the shared layout a token's place in the row is then not its position
         rows.append(Example(ids(int(max(1, min(max(seen) + 4, most - 12)))), [Branch(ids(12)), Branch(ids(12))]))
     if pictures is not None:
-        picture, text = some_picture(), [i for i in ids(30) if i not in pictures.reader.token_ids]
+        picture = some_picture()
+        text = [i for i in ids(30) if i not in pictures.reader.token_ids]
         prompt = [*text[:2], *pictures.reader.ids(picture), *text[2:4]]
         rows.append(Example(prompt, [Branch(text[4:8]), Branch(text[8:10])], pictures=[picture]))
     return rows

@@ -25,7 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-CACHE, MASK = ("cache", "past_key_values", "cache_params"), ("attention_mask", "conv_mask")
+CACHE = ("cache", "past_key_values", "cache_params")
+MASK = ("attention_mask", "conv_mask")
 """The names that forwards have for their cache (`cache` from transformers 5.24 on), and for a mask of padding."""
 ALIKE = 32
 """Tokens: kernels compute linear attention in chunks of 64."""
@@ -187,7 +188,8 @@ class RecurrentStates:
 def _by_piece(kind: Any) -> Callable[..., Any]:
     """The forward of a layer class that takes `pieces`."""
     signature = inspect.signature(inspect.unwrap(kind.forward))
-    cache, mask = _named(kind, CACHE), _named(kind, MASK)
+    cache = _named(kind, CACHE)
+    mask = _named(kind, MASK)
     first = list(signature.parameters)[1]
 
     @functools.wraps(kind.forward)

@@ -35,7 +35,8 @@ def rotate_by_row(model: nn.Module) -> None:
 
 def _rotate(module: Any, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     """A rotary embedding's forward, in one call where no row is longer than the switch: position_ids [R, L]."""
-    found, switch = [], _switch_of(module)
+    found = []
+    switch = _switch_of(module)
     assert switch is not None
     for rows in position_ids.split(1) if position_ids.amax() >= switch else [position_ids]:
         # the longest so far is forgotten

@@ -71,14 +71,16 @@ def dense(
 
     def value(logits: Tensor, rows: slice) -> tuple[Tensor, dict[str, Tensor]]:
         theirs = teacher.logits(rows)
-        size, target = min(logits.shape[-1], theirs.shape[-1]), targets[rows, None]
+        size = min(logits.shape[-1], theirs.shape[-1])
+        target = targets[rows, None]
         q, p = (log_softmax(at_temperature(side[:, :size], temperature)) for side in (logits, theirs))
         total = function(q, p)
         stats = {"divergence": total, "student": q.gather(-1, target)[:, 0], "teacher": p.gather(-1, target)[:, 0]}
         own = q if temperature == 1 and size == logits.shape[-1] else None
         return with_cross_entropy(total, logits, own, target, ce_coef, stats)
 
-    tile, beta = differentiated(value), None
+    tile = differentiated(value)
+    beta = None
     if getattr(function, "func", None) is jsd and 0 < function.keywords["beta"] < 1:  # type: ignore[attr-defined]
         beta = function.keywords["beta"]  # type: ignore[attr-defined]
     elif function not in (forward_kl, reverse_kl):
@@ -108,7 +110,8 @@ class KL:
     def __call__(self, logits: Tensor, rows: slice, need_grad: bool, buffer: Tensor) -> Tile:
         """[n, V] -> Tile of [n]; stats as `dense`."""
         theirs = self.teacher.logits(rows)
-        size, target = min(logits.shape[-1], theirs.shape[-1]), self.targets[rows, None]
+        size = min(logits.shape[-1], theirs.shape[-1])
+        target = self.targets[rows, None]
         if self.ce_coef and (self.temperature != 1 or size < logits.shape[-1]):
             return self.plain(logits, rows, need_grad, buffer)
         w = self.ce_coef
@@ -121,13 +124,17 @@ class KL:
             return Tile((1 - w) * kl - w * student, out, stats | {"ce": -student})
         buffer = buffer if buffer.dtype == logits.dtype else torch.empty_like(logits)  # a kernel's is smaller
         z, t = (at_temperature(side[:, :size], self.temperature) for side in (logits, theirs))
-        (q, z_peak, q_top), (p, t_peak, p_top) = softmax(z, buffer), softmax(t, torch.empty_like(t))
+        (q, z_peak, q_top) = softmax(z, buffer)
+        (p, t_peak, p_top) = softmax(t, torch.empty_like(t))
         student = z.gather(-1, target) - z_peak + q_top
         teacher = t.gather(-1, target) - t_peak + p_top
-        z, t = z.clamp_(min=-1e30), t.clamp_(min=-1e30)  # 0 x -inf would be NaN
-        c, d = p_top - q_top, t.sub_(z).sub_(t_peak - z_peak)
+        z = z.clamp_(min=-1e30)
+        t = t.clamp_(min=-1e30)  # 0 x -inf would be NaN
+        c = p_top - q_top
+        d = t.sub_(z).sub_(t_peak - z_peak)
         if self.beta is not None:
-            ratio, b = d.add_(c), self.beta
+            ratio = d.add_(c)
+            b = self.beta
             s = torch.logaddexp(ratio + math.log(b), ratio.new_full((), math.log1p(-b)))
             of_mixture = expectation(q, s)
             kl = b * expectation(p, ratio.sub_(s)) - (1 - b) * of_mixture
@@ -136,7 +143,8 @@ class KL:
         stats = {"divergence": kl[:, 0], "student": student[:, 0], "teacher": teacher[:, 0]}
         value = kl
         if w:
-            value, stats = (1 - w) * kl - w * student, stats | {"ce": -student[:, 0]}
+            value = (1 - w) * kl - w * student
+            stats = stats | {"ce": -student[:, 0]}
         if not need_grad:
             return Tile(value[:, 0], None, stats)
         if self.beta is not None:

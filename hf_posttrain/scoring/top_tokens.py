@@ -52,7 +52,8 @@ def top_k(
 
     def value(logits: Tensor, rows: slice) -> tuple[Tensor, dict[str, Tensor]]:
         q = log_softmax(at_temperature(logits[:, :vocabulary], temperature))
-        total, target = function(with_tail(q.gather(-1, ids[rows])), with_tail(logps[rows])), targets[rows, None]
+        total = function(with_tail(q.gather(-1, ids[rows])), with_tail(logps[rows]))
+        target = targets[rows, None]
         stats = {"divergence": total}
         if teacher is not None:
             stats |= {"student": q.gather(-1, target)[:, 0], "teacher": teacher[rows]}
@@ -76,7 +77,8 @@ def residual(
 
     def value(logits: Tensor, rows: slice) -> tuple[Tensor, dict[str, Tensor]]:
         q = log_softmax(at_temperature(logits[:, :vocabulary], temperature))
-        top, own = q.gather(-1, ids[rows]), q.gather(-1, targets[rows, None])[:, 0]
+        top = q.gather(-1, ids[rows])
+        own = q.gather(-1, targets[rows, None])[:, 0]
         known = (ids[rows] == targets[rows, None]).any(-1)
         rest = torch.where(known, 0.0, own - teacher[rows]).detach()
         apart = (top.clamp(min=-1e30) - logps[rows].clamp(min=-1e30)).detach()  # -inf less -inf would be NaN

@@ -33,7 +33,8 @@ class VisionInputs:
     @classmethod
     def of(cls, model: PreTrainedModel, reader: ImageReader, always: bool = False) -> "VisionInputs":
         """Of a causal LM with a tower. Raises InputError for one that cannot be trained with pictures."""
-        inner, empty = model.base_model, None
+        inner = model.base_model
+        empty = None
         if model.config.model_type == "paligemma":
             raise InputError("images: PaliGemma lets all tokens of a prompt see each other, which no layout does here")
         if hasattr(inner, "get_rope_index"):

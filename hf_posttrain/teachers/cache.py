@@ -34,7 +34,8 @@ def precompute_top_k(trainer: "TrainerInterface", teacher: Teacher, request: Req
     def score(batch: MicroBatch) -> list[dict[str, Any]]:
         signal = teacher.signal(batch, request)
         assert isinstance(signal, TopK)
-        ids, logps = signal.ids.int().cpu().numpy(), signal.logps.float().cpu().numpy()
+        ids = signal.ids.int().cpu().numpy()
+        logps = signal.logps.float().cpu().numpy()
         masks = [(batch.owner == number).cpu().numpy() for number in range(len(batch.index))]
         return [{"teacher_ids": ids[mask], "teacher_logps": logps[mask]} for mask in masks]
 

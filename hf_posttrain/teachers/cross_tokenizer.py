@@ -98,7 +98,8 @@ class CrossTokenizerTeacher:
             tile = self.their_eos.wrap(LogProb(tokens, request.temperature))
             return Chunked(*common, self.teacher.score(read, tile).value.float())
         states = self.teacher.states(read, self.their_eos)
-        targets, longer = [], []
+        targets = []
+        longer = []
         for rows, logps in states.tiles(request.temperature):
             targets.append(logps.gather(-1, tokens[rows, None])[:, 0])
             longer.append(self.longer(logps, read.longer[rows]))
@@ -160,7 +161,9 @@ def tile_of(
             return Tile(tile.value, tile.grad, {"student": tile.value, "alone": torch.zeros_like(tile.value)})
 
         return log_prob
-    match, ids, their_ids = signal.batch.match, signal.ids, signal.their_ids
+    match = signal.batch.match
+    ids = signal.ids
+    their_ids = signal.their_ids
     theirs = match.clamp(min=0)
     states = signal.states.select(theirs)
     expected = signal.reached[theirs]
@@ -168,9 +171,12 @@ def tile_of(
     def value(logits: Tensor, rows: slice) -> tuple[Tensor, dict[str, Tensor]]:
         whole_q = log_softmax(at_temperature(logits, temperature))
         whole_p = log_softmax(at_temperature(states.logits(rows), temperature))
-        of_target, q, p = whole_q.gather(-1, tokens[rows, None])[:, 0], whole_q[:, ids], whole_p[:, their_ids]
+        of_target = whole_q.gather(-1, tokens[rows, None])[:, 0]
+        q = whole_q[:, ids]
+        p = whole_p[:, their_ids]
         on_ids, on_their_ids = (side.detach().exp().sum(-1) for side in (q, p))
-        q, p = log_softmax(q), log_softmax(p)
+        q = log_softmax(q)
+        p = log_softmax(p)
         divergence = function(q, p)
         mixed = (1 - ce_coef) * divergence - ce_coef * of_target if ce_coef else divergence
         alone = (match[rows] >= 0) & (torch.minimum(on_ids, on_their_ids * expected[rows]) >= SHARED)
@@ -213,8 +219,11 @@ class Chunks:
     @classmethod
     def from_signal(cls, signal: Chunked, student: Tensor) -> "Chunks":
         """student [N]: ln q of each token of the student."""
-        read, teacher = signal.batch, signal.targets
-        mine, theirs, around = read.chunk, read.their_chunk, (read.before, read.behind)
+        read = signal.batch
+        teacher = signal.targets
+        mine = read.chunk
+        theirs = read.their_chunk
+        around = (read.before, read.behind)
         none = len(student)  # chunks are fewer than the student's tokens: a place for what is in none
         where = mine.where(mine >= 0, none)
         zeros = student.new_zeros(none + 1)
@@ -223,7 +232,8 @@ class Chunks:
         size = zeros.index_add(0, where, torch.ones_like(student))
         advantage = (p - q).detach().masked_fill(torch.arange(none + 1, device=q.device) == none, 0.0)
         credit = advantage[where] + sum(advantage[other.where(other >= 0, none)] for other in around)
-        foreign, known = (UNSAID - student).detach().masked_fill(mine == LEFT_OUT, 0.0), mine >= 0
+        foreign = (UNSAID - student).detach().masked_fill(mine == LEFT_OUT, 0.0)
+        known = mine >= 0
         gap = torch.where(known, advantage[where] / size[where], foreign)
         return cls(q[where], p[where], size[where], known, gap, torch.where(known, credit, foreign))
 

@@ -143,15 +143,21 @@ def _in_order(batch: MicroBatch, read: TeacherBatch, branches: Tensor) -> Teache
 
 def _across(batch: MicroBatch, read: TeacherBatch, aligned: Sequence[Any]) -> TeacherBatch:
     """Return the batch of a teacher with its own tokenizer, with the chunks that connect both models' tokens."""
-    base, tokens = 0, 0
-    mine, before, behind, theirs, match = [], [], [], [], []
+    base = 0
+    tokens = 0
+    mine = []
+    before = []
+    behind = []
+    theirs = []
+    match = []
     for one in aligned:
         mine.append(_moved(one.chunks, base))
         before.append(_moved([max(n - 1, -1) for n in one.chunks], base))
         behind.append(_moved([n + 1 if 0 <= n < one.count - 1 else -1 for n in one.chunks], base))
         theirs.append(_moved(one.their_chunks, base))
         match.append(_moved(one.match, tokens))
-        base, tokens = base + one.count, tokens + len(one.ids)
+        base = base + one.count
+        tokens = tokens + len(one.ids)
     order = torch.argsort(batch.owner, stable=True)
     back = torch.argsort(order)
     of_mine = {"chunk": mine, "before": before, "behind": behind, "match": match}

@@ -31,9 +31,12 @@ class SelfTeacher(LocalTeacher):
     offload = False
 
     def __init__(self, trainer: TrainerInterface, inside: Callable[[Any], Any], description: str):
-        self.trainer, self.inside, self.accelerator = trainer, inside, trainer.accelerator
+        self.trainer = trainer
+        self.inside = inside
+        self.accelerator = trainer.accelerator
         self.description = description
-        self.sharded, self.contexts = engine.shards(trainer.accelerator), ExitStack()
+        self.sharded = engine.shards(trainer.accelerator)
+        self.contexts = ExitStack()
 
     @property
     def model(self) -> nn.Module:  # type: ignore[override]
@@ -108,10 +111,13 @@ def build_self_teacher(trainer: Any, section: TeacherSection, name: str) -> Loca
 
     Raises InputError for a moving average of sharded weights.
     """
-    policy, accelerator, follows = trainer.model, trainer.accelerator, section.self == "ema"
+    policy = trainer.model
+    accelerator = trainer.accelerator
+    follows = section.self == "ema"
     if follows and engine.changes_weights(accelerator):
         raise InputError(conflict(Feature.MOVING_AVERAGE, Feature.SHARDED))
-    inside, description = None, f"self: {section.self}" + f" {section.ema:g}" * follows
+    inside = None
+    description = f"self: {section.self}" + f" {section.ema:g}" * follows
     if isinstance(policy, peft.PeftModel):  # a moving average needs a copy of the adapter
         inside = adapter_reference(policy, trainer.new_adapter and not follows)
     # before training its engine has yet to cut or cast the policy, which cannot score for itself then

@@ -50,10 +50,14 @@ class ServedTeacher:
     models: tuple[FrozenModel, ...] = ()
 
     def __init__(self, trainer: TrainerInterface, section: TeacherSection, key: str = "teacher"):
-        self.trainer, self.section, self.key_of_url = trainer, section, f"{key}.url"
+        self.trainer = trainer
+        self.section = section
+        self.key_of_url = f"{key}.url"
         self.server = Server(str(section.url), self.key_of_url, _NEEDS)
         first = together(self.server.card)
-        self.model, self.root, self.longest = first["id"], first.get("root"), first.get("max_model_len")
+        self.model = first["id"]
+        self.root = first.get("root")
+        self.longest = first.get("max_model_len")
         if not (trainer.args.teacher.prompt or trainer.args.teacher.tokenizer):
             self._check_lengths(trainer.train_dataset, trainer.args)
         if self.root not in (None, section.name_or_path):
@@ -108,8 +112,11 @@ class ServedTeacher:
     def _signal(self, rows: Sequence[dict[int, float]], batch: MicroBatch, request: Request) -> TeacherSignal:
         """Convert the answer of a server for one batch. rows: log-probabilities by id, of each token of its texts."""
         read, _ = self._read(batch)
-        k, vocabulary, eos = request.top_k, request.vocabulary, request.eos
-        order, device = read.order.cpu(), batch.input_ids.device
+        k = request.top_k
+        vocabulary = request.vocabulary
+        eos = request.eos
+        order = read.order.cpu()
+        device = batch.input_ids.device
         targets = eos.merge_ids(batch.targets[read.places])
         fewest = min(map(len, rows), default=vocabulary)
         _check_temperature(request.temperature, fewest, vocabulary)
@@ -119,7 +126,8 @@ class ServedTeacher:
         for n, row in enumerate(rows):
             ids[n, : len(row)] = torch.tensor([*row], dtype=torch.long)
             logps[n, : len(row)] = torch.tensor([*row.values()])
-        ids, logps = ids[order].to(device), logps[order].to(device)
+        ids = ids[order].to(device)
+        logps = logps[order].to(device)
         # ids that the student lacks are none; where all others are known, their probabilities add up without them
         logps = logps.masked_fill(ids >= vocabulary, -torch.inf)
         if rows and fewest >= vocabulary:

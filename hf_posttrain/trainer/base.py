@@ -119,7 +119,8 @@ class PostTrainer(StepMixin, EvaluationMixin, SavingMixin, ResumeMixin, metaclas
         given = (kwargs.get("optimizers") or [None])[0] or kwargs.get("optimizer_cls_and_kwargs")
         self.own_optimizer = bool(given) or type(self).create_optimizer is not Trainer.create_optimizer
         self.new_adapter = getattr(peft_config, "init_lora_weights", None) in (True, "gaussian")
-        self.meters, self.pace = {"train": MetricAverager(), "eval": MetricAverager()}, Throughput()
+        self.meters = {"train": MetricAverager(), "eval": MetricAverager()}
+        self.pace = Throughput()
         self.scored = [forward.causal_lm(model)]
         self.second_models: Sequence[FrozenModel] = ()
         self.stateful: dict[str, Stateful] = {}  # what checkpoints store besides, by name
@@ -138,7 +139,8 @@ class PostTrainer(StepMixin, EvaluationMixin, SavingMixin, ResumeMixin, metaclas
             warn_if_too_long(train, self.scored[0].config, args)
             evaluated = self.prepare(eval_dataset, self.tokenizer, args, "eval")
         self.scored_rows: list[datasets.Dataset] = []  # those with columns of scores by this trainer's second model
-        train, evaluated = self.without_scores(train), self.without_scores(evaluated)
+        train = self.without_scores(train)
+        evaluated = self.without_scores(evaluated)
         self.check_ids(train, evaluated)
         config = self.scored[0].config
         cached = getattr(config, "use_cache", None)
@@ -156,7 +158,8 @@ class PostTrainer(StepMixin, EvaluationMixin, SavingMixin, ResumeMixin, metaclas
         launch.check_accelerator(self.accelerator, args)
         sharded.keep_scores_whole(self.accelerator)
         sharded.cut_at_layers(self.accelerator, self.scored[0])
-        self.preemption, self.guard = Preemption(self), AnomalyMonitor(self)
+        self.preemption = Preemption(self)
+        self.guard = AnomalyMonitor(self)
         self.add_callback(self.preemption)
         self.add_callback(self.guard)
         self.ready = self.scoring_checked = False
@@ -263,7 +266,8 @@ class PostTrainer(StepMixin, EvaluationMixin, SavingMixin, ResumeMixin, metaclas
 
     def use_layout(self, layout: str) -> None:
         """Lay out batches so from now on, in one row where all models attend to that."""
-        self.data_collator.layout, self.data_collator.row_multiple = layout, row_multiple(self.scored)
+        self.data_collator.layout = layout
+        self.data_collator.row_multiple = row_multiple(self.scored)
 
     @property
     def exact(self) -> bool:
@@ -280,7 +284,8 @@ class PostTrainer(StepMixin, EvaluationMixin, SavingMixin, ResumeMixin, metaclas
         if self.scoring_checked:
             return
         self.scoring_checked = self.ready or not engine.changes_weights(self.accelerator)
-        layout, explicit = self.data_collator.layout, self.args.layout == self.data_collator.layout
+        layout = self.data_collator.layout
+        explicit = self.args.layout == self.data_collator.layout
         with self.accelerator.autocast(), step.as_written(self.args), ExitStack() as on_device:
             seconds = [on_device.enter_context(second) for second in self.second_models]
             models = [model, *seconds] if self.scoring_checked else seconds
@@ -347,7 +352,8 @@ class PostTrainer(StepMixin, EvaluationMixin, SavingMixin, ResumeMixin, metaclas
         if newer := newer_than_tested():
             logger.info("%s", newer)
         set_seed(self.args.seed)
-        self.meters["train"], self.has_trained = MetricAverager(), False
+        self.meters["train"] = MetricAverager()
+        self.has_trained = False
         of_run = {"method": self.method.name, "rows": self.described.get("train_dataset"), "recipe": self.recipe}
         reporters.keep_from_failing(self.callback_handler.callbacks, of_run)
         wandb = reporters.wandb_environment(checkpoint.wandb_id(resume_from_checkpoint))
@@ -366,7 +372,8 @@ class PostTrainer(StepMixin, EvaluationMixin, SavingMixin, ResumeMixin, metaclas
                 "not a step was taken: the rows do not fill one batch (dataloader_drop_last), or those of a stream one "
                 "step (per_device_train_batch_size x gradient_accumulation_steps)"
             )
-        best, found = self.state.best_global_step, self.state.best_model_checkpoint or "the last step"
+        best = self.state.best_global_step
+        found = self.state.best_model_checkpoint or "the last step"
         wanted = self.args.load_best_model_at_end and not self.preemption.happened
         if wanted and best not in (None, self.state.global_step) and Path(found).name != f"checkpoint-{best}":
             problem = "load_best_model_at_end: checkpoint-%d was not saved or is gone: the weights are of %s"

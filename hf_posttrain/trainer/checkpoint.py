@@ -48,8 +48,11 @@ _TENSORS = (".safetensors", ".bin", ".pt", ".pth", ".distcp")
 @contextmanager
 def complete_or_invisible(trainer: Any) -> Iterator[str]:
     """The folder `output_dir/.saving` for a checkpoint, which is then renamed; older ones are deleted. On all ranks."""
-    args, state, accelerator = trainer.args, trainer.state, trainer.accelerator
-    run, name = Path(args.output_dir), f"checkpoint-{state.global_step}"
+    args = trainer.args
+    state = trainer.state
+    accelerator = trainer.accelerator
+    run = Path(args.output_dir)
+    name = f"checkpoint-{state.global_step}"
     if args.should_save:
         shutil.rmtree(run / SAVING, ignore_errors=True)  # of a run that was killed
     accelerator.wait_for_everyone()
@@ -84,7 +87,8 @@ def complete_or_invisible(trainer: Any) -> Iterator[str]:
 
 def launched(trainer: TrainerInterface) -> dict[str, Any]:
     """What must be the same again for a resumed run to go on as if nothing had happened."""
-    accelerator, name = trainer.accelerator, engine.name(trainer.accelerator)
+    accelerator = trainer.accelerator
+    name = engine.name(trainer.accelerator)
     if name == "fsdp2":
         name += f" with {accelerator.state.fsdp_plugin.state_dict_type.name}"
     rows = trainer.get_total_train_batch_size(trainer.args)
@@ -135,7 +139,8 @@ def find_resumed(trainer: TrainerInterface, wanted: str | bool | None) -> str | 
     if wanted in (True, "auto"):
         if trainer.args.save_only_model:
             raise InputError(WEIGHTS_ALONE)
-        folder, found = trainer.args.output_dir, _find_common(trainer)
+        folder = trainer.args.output_dir
+        found = _find_common(trainer)
         if found is None and wanted is True:
             raise InputError(f"resume_from_checkpoint: there is no complete checkpoint in {folder}")
         if found is None:
@@ -153,7 +158,8 @@ def find_resumed(trainer: TrainerInterface, wanted: str | bool | None) -> str | 
 
 def _find_common(trainer: TrainerInterface) -> str | None:
     """The newest complete checkpoint in output_dir that each machine has, or None where no machine has any."""
-    args, newest = trainer.args, inf
+    args = trainer.args
+    newest = inf
     while True:
         own = find_checkpoint(args.output_dir, newest) if args.local_process_index == 0 else None
         said = gather_object([(args.local_process_index == 0, own and Path(own).name)])
@@ -203,7 +209,8 @@ def damaged(folder: Path) -> list[str]:
 
 def fingerprint(file: Path) -> list[Any]:
     """[bytes, a hash of them: of large files of 64 blocks, evenly spread]."""
-    size, block = file.stat().st_size, 2**14
+    size = file.stat().st_size
+    block = 2**14
     digest = xxhash.xxh3_64()
     with file.open("rb") as opened:
         for start in range(0, size, max(block, size // 64)):
@@ -235,7 +242,8 @@ def _is_readable(file: Path) -> bool:
 
 def obstacles(trainer: Any, checkpoint: Path) -> Iterator[str]:
     """Why this run would not go on as the one that wrote the checkpoint; the first is to be told."""
-    adapter, this = (checkpoint / "adapter_config.json").exists(), f"the checkpoint {checkpoint}"
+    adapter = (checkpoint / "adapter_config.json").exists()
+    this = f"the checkpoint {checkpoint}"
     weights = f"model.name_or_path={checkpoint} model.from_scratch=false"
     if adapter:
         weights = f"model.lora=null model.adapter={checkpoint}"
@@ -246,7 +254,8 @@ def obstacles(trainer: Any, checkpoint: Path) -> Iterator[str]:
         yield f"{this} is damaged, without {', '.join(bad)}: take another, or auto"
     if (absent := missing_parts(checkpoint)) and "weights" not in absent:
         yield f"{this} has weights, but no {', '.join(absent)} (save_only_model): {restart}"
-    then, now = _state(checkpoint), launched(trainer)
+    then = _state(checkpoint)
+    now = launched(trainer)
     if trainer.described and not then.get("run"):
         logger.info("%s does not say which settings wrote it: they are not compared with those of this run", checkpoint)
     if not then:
@@ -271,7 +280,8 @@ def obstacles(trainer: Any, checkpoint: Path) -> Iterator[str]:
     if found := run_fingerprint.differences(
         then.get("run", {}), now_run, trainer.args.resume_despite, trainer.method.groups
     ):
-        lines, sections = list(found.values()), dict.fromkeys(key.partition(".")[0] for key in found)
+        lines = list(found.values())
+        sections = dict.fromkeys(key.partition(".")[0] for key in found)
         way = f"{restart}, or set train.resume_despite: [{named(sections)}]"
         if fixed := [key for key in found if key in run_fingerprint.IN_STATE]:
             way = f"or {restart}: the optimizer keeps the former {named(fixed)}"
@@ -366,7 +376,8 @@ class ResumeMixin(TrainerInterface):
         are done, and each step since then as 1 / max_steps. Raises InputError where the checkpoint is of a later step
         than the last one of this run.
         """
-        found, checkpoint = super()._init_training_state(*args, **kwargs), args[3]
+        found = super()._init_training_state(*args, **kwargs)
+        checkpoint = args[3]
         if self.state.global_step > (planned := self.state.max_steps):
             raise InputError(
                 f"the checkpoint {checkpoint} is of step {self.state.global_step}, and this run takes {planned}: raise "

@@ -251,7 +251,8 @@ class PostTrainConfig(TrainingArguments, metaclass=ConfigMeta):
         made = self._made_of
         unknown = [name for name in vars(self).keys() - made.keys() if not name.startswith("_")]
         if unknown:
-            name, own = sorted(unknown)[0], type(self).__name__
+            name = sorted(unknown)[0]
+            own = type(self).__name__
             instead = rules.instead_of(name, "python") or f"{own} has no such option{nearest(name, made, listed=False)}"
             raise InputError(f"args.{name} was set after {own} was built, and nothing reads it: {instead}")
         for suffix in ("", "_kwargs"):

@@ -54,7 +54,8 @@ class EvaluationMixin(TrainerInterface):
             if losses.predictions is None:
                 # labels are where Trainer has them, one place after the logits that predict them; the last token of a
                 # row is missing
-                logits, labels = full_logits(model, inputs), inputs.shift_labels
+                logits = full_logits(model, inputs)
+                labels = inputs.shift_labels
                 return mean, pad(logits, (0, 0, 0, 1)), pad(labels, (1, 0), value=IGNORE)
             return mean, losses.predictions, losses.labels
 
@@ -72,11 +73,13 @@ class EvaluationMixin(TrainerInterface):
         if self.compute_metrics is not None or predicting:
             self.data_collator = replace(collator, layout="padded")
         options["dataloader_key"] = None  # not kept, since HF keeps loaders by a name that such rows lack
-        drop_last, self.args.dataloader_drop_last = self.args.dataloader_drop_last, False  # an option for training
+        drop_last = self.args.dataloader_drop_last
+        self.args.dataloader_drop_last = False  # an option for training
         try:
             return super()._get_dataloader(rows, *args, **options)
         finally:
-            self.data_collator, self.args.dataloader_drop_last = collator, drop_last
+            self.data_collator = collator
+            self.args.dataloader_drop_last = drop_last
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         """Log, save and evaluate as Trainer does. Raises InputError where evaluation lacks `metric_for_best_model`."""

@@ -27,7 +27,8 @@ class Preemption(TrainerCallback):
     """
 
     def __init__(self, trainer: TrainerInterface):
-        self.trainer, self.accelerator = trainer, trainer.accelerator
+        self.trainer = trainer
+        self.accelerator = trainer.accelerator
         self.asked = self.happened = False
         self.interrupted = 0.0
         self.group: Any = None
@@ -35,7 +36,9 @@ class Preemption(TrainerCallback):
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Around a training; Python lets only the main thread listen."""
-        self.asked, self.happened, self.interrupted = False, False, 0.0
+        self.asked = False
+        self.happened = False
+        self.interrupted = 0.0
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -53,7 +56,8 @@ class Preemption(TrainerCallback):
             raise KeyboardInterrupt
         if not self.interrupted and self.accelerator.is_main_process:
             os.write(2, b"\nCtrl-C: saving after this step; again to stop at once\n")  # a logger may be in use just now
-        self.asked, self.interrupted = True, self.interrupted or time.monotonic()
+        self.asked = True
+        self.interrupted = self.interrupted or time.monotonic()
 
     def stops(self, state: TrainerState, control: TrainerControl) -> bool:
         """Whether any rank was asked to stop, which ends training. All ranks call it, to stop together."""
@@ -74,7 +78,8 @@ class Preemption(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Save, and evaluate nothing, since time is short."""
         if self.stops(state, control):
-            control.should_save, control.should_evaluate = True, False
+            control.should_save = True
+            control.should_evaluate = False
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Forget the best checkpoint in memory, so that HF neither loads it now nor deletes the new one in its favour;

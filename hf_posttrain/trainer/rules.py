@@ -183,8 +183,10 @@ def best_model(values: Any) -> Iterator[Problem]:
         yield (option, "save_strategy", "eval_strategy"), f"{option} loads a checkpoint: {wanted}"
     # the best step must have been saved
     elif saved == "steps":
-        save, evaluate = values.save_steps, values.eval_steps or values.logging_steps
-        given, names = f"save_steps={save:g}, eval_steps={evaluate:g}", ("save_steps", "eval_steps", option)
+        save = values.save_steps
+        evaluate = values.eval_steps or values.logging_steps
+        given = f"save_steps={save:g}, eval_steps={evaluate:g}"
+        names = ("save_steps", "eval_steps", option)
         if (save < 1) != (evaluate < 1):
             yield names, f"{option}: {given} must both be steps, or both shares below 1"
         elif evaluate and save != evaluate:  # a multiple, which HF takes, loses the best of the steps between

@@ -59,14 +59,16 @@ IN_STATE = _names("""
 
 def describe(trainer: Any) -> dict[str, Any]:
     """{name: JSON} of everything that the trained weights depend on. Reads every prepared row once."""
-    args, policy = trainer.args, forward.unwrapped(trainer.model)
+    args = trainer.args
+    policy = forward.unwrapped(trainer.model)
     options = args.to_dict()
     follows = options["metric_for_best_model"] or options["lr_scheduler_type"] in ("reduce_lr_on_plateau", "greedy")
     left_out = HARMLESS if follows else HARMLESS | EVALUATION
     found = {"method": trainer.method.name} | {name: options[name] for name in options if name not in left_out}
     found |= {name: value.described() for name, value in vars(args).items() if isinstance(value, OptionKind)}
     # the length of a run shapes its learning rate, if that is not constant
-    kind, warmup = options["lr_scheduler_type"], args.warmup_steps or 0
+    kind = options["lr_scheduler_type"]
+    warmup = args.warmup_steps or 0
     if kind == "constant" or (kind == "constant_with_warmup" and (warmup >= 1 or not warmup)):
         del found["num_train_epochs"], found["max_steps"]
     elif args.max_steps > 0:
@@ -180,7 +182,8 @@ def _differing(then: Mapping[str, Any], now: Mapping[str, Any], above: str = "")
     and a model's or adapter's config more fields: what only one of the trees has there is no difference."""
     grows = above in ("", "model.", "adapter.") or above.startswith("data.")
     for name in sorted(then.keys() & now.keys() if grows else then.keys() | now.keys()):
-        before, after = then.get(name), now.get(name)
+        before = then.get(name)
+        after = now.get(name)
         if isinstance(before, dict) and isinstance(after, dict):
             yield from _differing(before, after, f"{above}{name}.")
         elif before != after:

@@ -101,7 +101,8 @@ def whole_state(trainer: TrainerInterface, adapter_only: bool) -> dict[str, Tens
 
     adapter_only: without the frozen base, where the engine can leave it out. All ranks call it.
     """
-    accelerator, model = trainer.accelerator, trainer.model_wrapped
+    accelerator = trainer.accelerator
+    model = trainer.model_wrapped
     if accelerator.is_fsdp2:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=adapter_only)
         whole: Any = get_model_state_dict(model, options=options)
@@ -166,7 +167,9 @@ def write_merged(
     with warnings.catch_warnings(action="ignore"):  # that head and embedding are two tensors for now
         merged: Any = twin.merge_and_unload()
     if tied:
-        head, embedding, config = merged.get_output_embeddings(), merged.get_input_embeddings(), merged.config
+        head = merged.get_output_embeddings()
+        embedding = merged.get_input_embeddings()
+        config = merged.config
         if equal := torch.equal(head.weight, embedding.weight):
             head.weight = embedding.weight
         config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = equal

@@ -43,7 +43,8 @@ class StepMixin(TrainerInterface):
         if not has_length(self.train_dataset):
             found = self.accelerator.gather(torch.tensor([len(batches)], device=device)).min()
             if found < num_batches:  # the pass is over, which `ResumeMixin` reads from a state
-                batches, self.state.epoch = [], ceil(self.state.epoch or 0)
+                batches = []
+                self.state.epoch = ceil(self.state.epoch or 0)
         if not batches:
             return [], None
         batches = self.prepare_window(batches)
@@ -64,9 +65,12 @@ class StepMixin(TrainerInterface):
 
     def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, **options: Any) -> list[list[int]]:
         """`rollout.generate` with the policy; ranks may bring different numbers of prompts, but all must call it."""
-        plain, whole = as_written(self.args), engine.whole_weights(self.model_wrapped, self.accelerator)
+        plain = as_written(self.args)
+        whole = engine.whole_weights(self.model_wrapped, self.accelerator)
         with self.accelerator.autocast(), plain, whole as model:
-            ends, pad_id, see = self.terminal_ids, self.tokenizer.pad_token_id, self.data_collator.pictures
+            ends = self.terminal_ids
+            pad_id = self.tokenizer.pad_token_id
+            see = self.data_collator.pictures
             return rollout.generate(model, prompts, max_new_tokens, ends, pad_id, see=see, **options)
 
     def score(
@@ -101,7 +105,8 @@ class StepMixin(TrainerInterface):
             if losses.router_logits is None:
                 raise InputError("router_aux_loss_coef: `losses` gives no router_logits: set it to 0, or give them")
             # each micro-batch has a balance of its own: their mean over the window is added
-            config, counted = forward.causal_lm(self.model).config, inputs.router_weights
+            config = forward.causal_lm(self.model).config
+            counted = inputs.router_weights
             balance = self.router_coef * balancing_loss(losses.router_logits, config, counted)
             loss = loss + balance / self.current_gradient_accumulation_steps
         return (loss, losses) if return_outputs else loss

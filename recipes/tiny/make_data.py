@@ -25,16 +25,20 @@ from pathlib import Path
 from typing import Any
 
 SIZES = {"train": 8192, "few": 1024, "prompts": 4096, "heldout": 500, "pairs": 2048}
-DIGITS, SEED = 3, 0
+DIGITS = 3
+SEED = 0
 VOCABULARY = ["<pad>", "<eos>", *"0123456789", "+", "=", " ", " #### "]
 
 
 def columns(a: int, b: int) -> list[int]:
     """The sums of the columns of a + b from the ones up, carries included: 347, 589 -> [16, 13, 9]."""
-    sums, carry = [], 0
+    sums = []
+    carry = 0
     while a or b:
         sums.append(a % 10 + b % 10 + carry)
-        a, b, carry = a // 10, b // 10, sums[-1] // 10
+        a = a // 10
+        b = b // 10
+        carry = sums[-1] // 10
     return sums
 
 
@@ -47,7 +51,8 @@ def solution(a: int, b: int) -> dict[str, str]:
 def slip(a: int, b: int, random_: random.Random) -> str:
     """A wrong solution: in one column the carry is forgotten or added where there is none, the rest follows from it."""
     place = random_.randrange(DIGITS)
-    sums, carry = [], 0
+    sums = []
+    carry = 0
     for n in range(DIGITS):
         sums.append(a // 10**n % 10 + b // 10**n % 10 + ((1 - carry) if n == place else carry))
         carry = sums[-1] // 10
@@ -68,7 +73,8 @@ def problems(random_: random.Random, count: int, taken: set[frozenset[int]]) -> 
 
 def make_rows() -> dict[str, list[dict[str, Any]]]:
     """The rows of each file."""
-    random_, taken = random.Random(SEED), set[frozenset[int]]()
+    random_ = random.Random(SEED)
+    taken = set[frozenset[int]]()
     heldout = problems(random_, SIZES["heldout"], taken)
     train = problems(random_, SIZES["train"], taken)
     prompts = problems(random_, SIZES["prompts"], taken)

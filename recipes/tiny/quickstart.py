@@ -37,7 +37,9 @@ from hf_posttrain.generation.final_answer import final_answer
 from hf_posttrain.recipe.read import load_recipe
 
 HERE = Path(__file__).parent
-ANSWERS, TEMPERATURE, LONGEST = 4, 1.0, 20
+ANSWERS = 4
+TEMPERATURE = 1.0
+LONGEST = 20
 """Own answers to each problem, how they are sampled, and their most tokens."""
 FAST = ["train.max_steps=2", "train.eval_steps=1", "data.train.limit=64", "data.eval.limit=8"]
 """Overrides that only show that everything runs."""
@@ -76,7 +78,8 @@ class Stage:
 
 def stages() -> list[Stage]:
     """The four stages in order."""
-    student, teacher = "model.name_or_path", "teacher.name_or_path"
+    student = "model.name_or_path"
+    teacher = "teacher.name_or_path"
     return [
         Stage("sft_teacher", "teacher, SFT", {}, "teacher"),
         Stage("sft_student", "student, SFT", {}, "student"),
@@ -107,7 +110,8 @@ def logged(path: Path) -> Iterator[None]:
 
 def own_answers(folder: Path, prompts: list[str], seed: int) -> list[list[str]]:
     """ANSWERS sampled answers of the model in `folder` to each prompt, [prompts, ANSWERS]."""
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     ids = [ids for ids in tokenizer(prompts)["input_ids"] for _ in range(ANSWERS)]
     with rollout.seeded(model.device, seed):
         sampled = rollout.generate(
@@ -166,7 +170,8 @@ def plot(done: list[Stage], seed: int, path: Path) -> None:
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
-    teacher, start = done[0], 0
+    teacher = done[0]
+    start = 0
     axes.axhline(teacher.after, color="gray", linestyle="--", label=f"{teacher.title}: {teacher.after:.1%}")
     for stage in done[1:]:
         curve = stage.curve or {}
@@ -188,7 +193,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, default=Path("outputs/quickstart"), help="default: outputs/quickstart")
     parser.add_argument("--fast", action="store_true", help="two steps a stage: shows that everything runs")
     arguments = parser.parse_args(argv)
-    output, started, done = arguments.output, time.perf_counter(), stages()
+    output = arguments.output
+    started = time.perf_counter()
+    done = stages()
     subprocess.run([sys.executable, HERE / "make_data.py"], check=True)
     output.mkdir(parents=True, exist_ok=True)
     (output / "log.txt").write_text("", encoding="utf-8")

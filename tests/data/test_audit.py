@@ -18,7 +18,7 @@ from tokenizers_for_tests import byte_tokenizer
 from training_for_tests import names_where
 
 from hf_posttrain.data import audit as audit_module
-from hf_posttrain.data.audit import Truncation, Tally, audits
+from hf_posttrain.data.audit import Tally, Truncation, audits
 from hf_posttrain.data.prepare import prepare, tokenised
 from hf_posttrain.data.row_schema import PREFERENCE, PROMPTS, SUPERVISED, UNPAIRED
 from hf_posttrain.data.sources import _times

@@ -25,7 +25,8 @@ from .question import Question
 
 def check_judge(section: Any) -> tuple[Any, Any]:
     """(config, tokenizer) of a judge that is a model. Raises InputError for what it cannot be, before weights."""
-    model, rewards = section_of(section.name), section.by == "model"
+    model = section_of(section.name)
+    rewards = section.by == "model"
     if model.adapter:
         raise InputError(f"judge: {section.name} is an adapter: merge it into its base first (PEFT's merge_and_unload)")
     config = load.check_model(model)
@@ -46,7 +47,8 @@ class ModelJudge:
     """On its device between two uses, as where they follow each other."""
 
     def __init__(self, section: Any, tokenizer: Any = None, device: torch.device | str = "cpu"):
-        self.section, self.device = section, torch.device(device)
+        self.section = section
+        self.device = torch.device(device)
         self.config, self.tokenizer = check_judge(section)
         with load.whole_weights():  # ZeRO-3 would cut them over ranks that ask at different times
             self.model = self.load()
@@ -97,7 +99,9 @@ class RewardModel(ModelJudge):
 
     def load(self) -> Any:
         """As `ModelJudge`."""
-        name, section, config = self.section.name, ModelSection(self.section.name), self.config
+        name = self.section.name
+        section = ModelSection(self.section.name)
+        config = self.config
         config.pad_token_id = self.tokenizer.pad_token_id  # by which the last token is found
         config.use_cache = False  # nothing is generated
         dtype = load.weights_dtype(section, config, False, self.device)

@@ -64,7 +64,8 @@ def answer_row(
     """An answer to a prepared row as files have it: texts with the template's special tokens, without the one that ends
     the answer, which are rows to train on; and what a judge wants to know, which reads them as `asked` and `answered`
     where that is another text."""
-    stopped, (prompt, more) = ids[-1] in ends, _asked(row, tokenizer)
+    stopped = ids[-1] in ends
+    (prompt, more) = _asked(row, tokenizer)
     made = {
         "prompt": tokenizer.decode(row["prompt_ids"]),
         "completion": tokenizer.decode(ids[:-1] if stopped else ids),

@@ -53,16 +53,19 @@ class ServerJudge:
     stays = False
 
     def __init__(self, section: Any, tokenizer: "PreTrainedTokenizerBase | None" = None, device: object = None):
-        self.section, self.server = section, Server(section.name, "judge")
+        self.section = section
+        self.server = Server(section.name, "judge")
         self.question = ImmutableSandboxedEnvironment().from_string(section.question or QUESTION)
         # a key goes to no server that anybody on the way could read it of
-        host, key = urlsplit(section.name), os.environ.get("OPENAI_API_KEY")
+        host = urlsplit(section.name)
+        key = os.environ.get("OPENAI_API_KEY")
         private = host.scheme == "https" or host.hostname in ("localhost", "127.0.0.1", "::1")
         self.headers = {"Authorization": f"Bearer {key}"} if key and private else {}
         self.greedy = {"temperature": 0}
         self.model = section.served_model
         self.last = ""  # what went wrong last
-        self.made, self.tried = 0, 0  # comparisons, and prompts that had some to make
+        self.made = 0
+        self.tried = 0  # comparisons, and prompts that had some to make
 
     def key(self) -> str:
         """As `Judge`: the name of the model."""
@@ -88,7 +91,8 @@ class ServerJudge:
             won[id(question)][b].append(1 - result)
         if lost:
             logger.warning("judge: %d of %d comparisons were not made, the last: %s", lost, len(differ), self.last)
-        self.made, self.tried = self.made + len(differ) - lost, self.tried + len({id(q) for q, _, _ in differ})
+        self.made = self.made + len(differ) - lost
+        self.tried = self.tried + len({id(q) for q, _, _ in differ})
         if not self.made and self.tried >= GIVEN_UP:
             raise ServerError(f"{self.last}; it made no comparison of the answers to {self.tried} prompts")
         return [[sum(mine) / len(mine) if mine else None for mine in won[id(q)]] for q in questions]
