@@ -59,7 +59,8 @@ def printable(text: str, kept: str = "") -> str:
 
 def nearest(name: str, names: Iterable[str], listed: bool = True, aside: bool = False) -> str:
     """The end of a message about an unknown name: the nearest valid one (in brackets if the message goes on, `aside`)
-    or, if `listed`, the few valid ones."""
+    or, if `listed`, the few valid ones.
+    """
     names = sorted(names)
     name = name.replace("-", "_").lower()
     begun = [each for each in names if len(name) > 2 and each.lower().startswith(name)]
@@ -71,7 +72,8 @@ def nearest(name: str, names: Iterable[str], listed: bool = True, aside: bool = 
 
 def nearest_path(path: Path, aside: bool = False) -> str:
     """Return the end of a message about a missing path: "; did you mean 'folder/x'?" if its folder has something like
-    it; of a path that exists, that it is a folder, or a file. aside: as in `nearest`."""
+    it; of a path that exists, that it is a folder, or a file. aside: as in `nearest`.
+    """
     if path.exists():
         return f": it is a {'folder' if path.is_dir() else 'file'}"
     hint = nearest(path.name, os.listdir(path.parent) if path.parent.is_dir() else [], listed=False, aside=aside)

@@ -132,7 +132,8 @@ def set_up_messages() -> None:
 
 def report_crash(error: Exception, folder: str | None) -> int:
     """Write the traceback of an error that nobody foresaw into `folder` (None: a temporary file) and say so in a line.
-    Every rank has a file of its own. Returns the exit code: 3, or 2 where ADVICE says what to change."""
+    Every rank has a file of its own. Returns the exit code: 3, or 2 where ADVICE says what to change.
+    """
     from .report.run_folder import command_line
 
     said = printable(" ".join(f"{type(error).__name__}: {error}".split()))[:400]
@@ -274,7 +275,8 @@ def last_evaluation(trainer: "TrainerInterface") -> dict[str, float]:
 
 def defaults(recipe: Recipe) -> dict[str, Any]:
     """The options of training that the recipe leaves open, with their defaults of today: another version may have
-    others. Those that say where a run is, not what it trains, are left out."""
+    others. Those that say where a run is, not what it trains, are left out.
+    """
     from .report.page import MACHINERY
 
     # of a machine is fp16 too: where it is given, `--check` plans no other precision

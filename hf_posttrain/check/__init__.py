@@ -275,7 +275,8 @@ def missing_vllm(recipe: Recipe, config: Any) -> list[str]:
 
 def quicker_on_cpu(recipe: Recipe, config: Any, engine: Any, model: "PreTrainedModel") -> list[str]:
     """The advice to train in bf16, for a run on a CPU that multiplies it, where the recipe leaves it open. In a small
-    model casts cost what products save."""
+    model casts cost what products save.
+    """
     from ..scoring.cpu import multiplies_bf16
 
     left_open = not (config.bf16 or config.fp16 or {"bf16", "fp16"} & recipe.train.keys())

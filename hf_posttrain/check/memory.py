@@ -326,7 +326,8 @@ def estimate(
     gib: float | None = None,
 ) -> MemoryEstimate:
     """The memory that training on `rows`, as `prepare_data` gives them, needs of each device. engine: in place of this
-    process's; for GPUs it means what the recipe would be there, bf16 for instance. gib: in place of this machine's."""
+    process's; for GPUs it means what the recipe would be there, bf16 for instance. gib: in place of this machine's.
+    """
     engine = engine or engine_asked(config)
     available = int(gib * GIB) if gib else None
     if not engine.gpu:
@@ -352,7 +353,8 @@ def estimate(
 
 def advice(found: Any, run: Run, again: Any) -> list[str]:
     """Overrides for an estimate that does not fit, each estimated on top of those before it, up to what fits; those
-    come first that leave the numbers of the run as they are. again: the estimate of a changed run."""
+    come first that leave the numbers of the run as they are. again: the estimate of a changed run.
+    """
     config = run.config
     model = run.recipe.model
     teacher = run.recipe.teacher

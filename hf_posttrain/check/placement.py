@@ -1,5 +1,6 @@
 """Bytes of a model: its weights and what a forward keeps for its backward, counted on the meta device, where tensors
-have a shape and no memory; and which engine holds what on each device. ZeRO's shares: arXiv 1910.02054."""
+have a shape and no memory; and which engine holds what on each device. ZeRO's shares: arXiv 1910.02054.
+"""
 
 import os
 from dataclasses import dataclass
@@ -148,7 +149,8 @@ def with_adapter(model: nn.Module, section: ModelSection, vision: bool) -> Any:
 
 class Shapes:
     """A model without memory, with the adapter and the dtypes that it would have on `device`. vision: is its tower for
-    pictures trained too?"""
+    pictures trained too?
+    """
 
     def __init__(self, section: ModelSection, trainable: bool, device: torch.device, vision: bool = False):
         model: Any = load.load_skeleton(section)
@@ -189,7 +191,8 @@ class Shapes:
     def count(self, batch: MicroBatch, dtype: torch.dtype | None) -> None:
         """One forward in `dtype` without the head: bytes that are `kept` before the first layer and from each on, of a
         layer's `hidden` input, and of a `cache` of all layers; and the `tower`. Raises what a forward that needs values
-        does."""
+        does.
+        """
         self.tower = self.reader and vision_memory.tower_of(self.inner, self.reader, dtype)
         forward.enable_scoring(self.model.train().to(dtype))
         kept = SavedTensorCounter((*self.model.parameters(), *self.model.buffers()))

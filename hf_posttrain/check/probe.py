@@ -114,7 +114,8 @@ def probe(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, peft_config: PeftConfig | None, rows: AnyDataset
 ) -> Probe:
     """One step on the longest rows of `rows` (prepared; of a stream its first ones). Every rank calls it. Raises what
-    training would, OutOfMemoryError too."""
+    training would, OutOfMemoryError too.
+    """
     method = METHODS[recipe.method]
     known = {option.name for option in fields(config_class(method))}
     # the recipe's own trainer and weights, on as many of the longest rows as a step takes

@@ -290,7 +290,8 @@ def _alignment(
     student: Any, teacher: Any, ends: list[int], answers: Sequence[tuple[Sequence[int], Sequence[int]]]
 ) -> dict[str, float] | None:
     """Return shares of the trained tokens of answers (ids, mask): `one_to_one`, those that face one token of the
-    teacher, and `unaligned`, those without common text. None without an answer, and for equal tokenizers."""
+    teacher, and `unaligned`, those without common text. None without an answer, and for equal tokenizers.
+    """
     if not answers or student.get_vocab() == teacher.get_vocab():
         return None
     aligner = Aligner(student, teacher, ends, teacher.eos_token_id)

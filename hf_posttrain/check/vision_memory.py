@@ -44,7 +44,8 @@ def stack_of(model: nn.Module) -> nn.ModuleList:
 
 def tower_of(model: Any, reader: ImageReader, dtype: torch.dtype | None) -> VisionMemory:
     """The tower of a causal LM on the meta device, trained or not as its parameters are. dtype: it computes in that,
-    None: in its own."""
+    None: in its own.
+    """
     vision = vision_weights(model)
     trained = any(weight.requires_grad for weight in vision)
     size = (dtype or vision[0].dtype).itemsize / 4

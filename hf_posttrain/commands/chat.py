@@ -1,5 +1,6 @@
 """`hf-posttrain chat MODEL`: talk to a model, or to an adapter on its base, in a terminal or through a pipe.
-What the command itself has to say stands in brackets. Heavy imports come late, so that --help is quick."""
+What the command itself has to say stands in brackets. Heavy imports come late, so that --help is quick.
+"""
 
 import argparse
 import json
@@ -156,7 +157,8 @@ class Conversation:
 
     def read(self, asked: dict[str, str]) -> list[int]:
         """The ids that are answered. The oldest exchanges are dropped that leave too little for the answer. Raises
-        InputError for a turn that is too long by itself, and for messages that the template refuses."""
+        InputError for a turn that is too long by itself, and for messages that the template refuses.
+        """
         from ..data.chat import ChatTemplate, encode
         from ..data.messages import check_unicode
 
@@ -212,12 +214,12 @@ class Conversation:
     # ---- what a line with a slash does with the rest of it: /help shows the docstrings, what is returned is told
 
     def help(self, _: str) -> str:
-        """this list"""
+        """This list"""
         lines = [f"{name:<13} {command.__doc__}" for name, command in COMMANDS.items()]
         return "\n ".join([*lines, "/exit         end, as Ctrl-D does; Ctrl-C stops an answer"])
 
     def clear(self, _: str) -> str:
-        """forget the conversation, but for the system turn"""
+        """Forget the conversation, but for the system turn"""
         self.turns.clear()
         return "forgotten"
 
@@ -229,13 +231,13 @@ class Conversation:
         return "a new system turn" if self.head else "no system turn"
 
     def undo(self, _: str) -> str:
-        """take back the last line and its answer"""
+        """Take back the last line and its answer"""
         said = self.turns
         self.turns = self.turns[:-2]
         return "taken back" if said else NOTHING
 
     def retry(self, _: str) -> str:
-        """another answer to the last line"""
+        """Another answer to the last line"""
         said = self.turns
         self.turns = self.turns[:-2]
         return self.say(said[-2]["content"]) if said else NOTHING
@@ -248,7 +250,7 @@ class Conversation:
         return f"{problem}the temperature is {self.given.temperature:g}"
 
     def compare(self, _: str) -> str:
-        """on or off: answer without the adapter too"""
+        """On or off: answer without the adapter too"""
         if not self.answerer.section.adapter:
             return "there is no adapter to compare with"
         self.given.compare = not self.given.compare

@@ -92,7 +92,8 @@ def described(
     seen: dict[str, Any],
 ) -> tuple[list, int]:
     """(lines, exit code) of the first rows of a data set, in which `columns` {ours: theirs} have our names. seen: what
-    a `Plan` has of pictures."""
+    a `Plan` has of pictures.
+    """
     lines = [f"{name}: columns {named(rows[0])}"]
     from ..data.formats import our_name, unread
     from ..data.images import COLUMNS as PICTURES
@@ -156,7 +157,8 @@ def _readable(
     rows: list[dict], methods: Sequence[str], seen: dict[str, Any]
 ) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
     """({method: format} of the methods that can read all rows, {method: problem} of those that fail at a row, {method:
-    problem} of those whose format leaves a prompt unread)."""
+    problem} of those whose format leaves a prompt unread).
+    """
     from ..data.encode import Plan, read, refuse_misread
     from ..data.formats import detect, unread
 

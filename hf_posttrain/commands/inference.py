@@ -66,7 +66,8 @@ class InferenceModel:
         batch_size: int | None = None,
     ) -> list[list[int]]:
         """An answer of at most `longest` tokens to each prompt; temperature None or 0: greedy. What is drawn depends on
-        `seed` and on the prompts that are answered together. Raises InputError for logits that are NaN."""
+        `seed` and on the prompts that are answered together. Raises InputError for logits that are NaN.
+        """
         pad_id = self.tokenizer.pad_token_id
         drawn = (temperature or None, batch_size, self.vocabulary, self.see)
         try:
@@ -104,7 +105,8 @@ class PromptReader:
 
 def reading_options(**given: Any) -> SimpleNamespace:
     """The options by which rows are read, with the defaults of every Config: `max_length` (of prompts here),
-    `apply_chat_template`, `chat_template_kwargs`, `image_folder`, ..."""
+    `apply_chat_template`, `chat_template_kwargs`, `image_folder`, ...
+    """
     options = {"max_length": None, "max_completion_length": 0, "keep_asked": True, "dataset_text_field": "text"}
     return SimpleNamespace(**(options | given))
 
@@ -113,7 +115,8 @@ def read_prompts(
     sources: Source | list[Source], tokenizer: PreTrainedTokenizerBase, options: SimpleNamespace
 ) -> datasets.Dataset:
     """Prepared rows (`prompt_ids`, `completion_ids`, `asked`) of files with prompts, and maybe their right answers.
-    Raises InputError for the first bad row, and for rows without a prompt."""
+    Raises InputError for the first bad row, and for rows without a prompt.
+    """
     paths = [source.path for source in (sources if isinstance(sources, list) else [sources])]
     where = ", ".join(paths)
     name = "prompts" if len(paths) > 1 else Path(paths[0]).name

@@ -52,7 +52,8 @@ _JUDGES = "or {by: model, name: REWARD_MODEL}, {by: function, name: package.modu
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the recipe; returns the exit code. Raises InputError for arguments that do not go together, a data file
-    that the method cannot train on, and a recipe that is there already."""
+    that the method cannot train on, and a recipe that is there already.
+    """
     parser = Parser("hf-posttrain init", description="Write a commented recipe that starts a run.", allow_abbrev=False)
     parser.add_argument("method", metavar="METHOD", choices=METHODS, help=", ".join(METHODS))
     parser.add_argument("--model", metavar="NAME", help="the model that is trained: a folder or a hub name")
@@ -129,7 +130,8 @@ def _rounds(count: int, shipped: dict, answered: bool) -> dict[str, tuple[Any, s
 
 def _choose_rows(reader: Method, shipped: dict, given: argparse.Namespace) -> tuple[dict[str, dict], bool, bool]:
     """({train and, where there is one, eval: source}, are the prompts plain text, have they answers?): of what is
-    given, or of `shipped`, the shipped recipe of the method that reads them."""
+    given, or of `shipped`, the shipped recipe of the method that reads them.
+    """
     rows = shipped.get("data", {"train": {"path": "ROWS.jsonl"}})
     path = given.data or _answer("data", rows["train"]["path"], given.yes)
     if path == rows["train"]["path"]:
@@ -208,7 +210,8 @@ def _help_text(value: ast.expr | None) -> str:
 
 def look_at(path: str, method: Method, option: str) -> tuple[dict[str, Any], bool, bool]:
     """(source, are its prompts plain text, have they answers?): a file or folder with the `columns` that it needs, or a
-    hub name. Raises InputError for a file that is missing, cannot be read, or that the method cannot train on."""
+    hub name. Raises InputError for a file that is missing, cannot be read, or that the method cannot train on.
+    """
     if problem := source_problem(path):
         raise InputError(f"{option}: {problem}")
     if not with_home(path).exists():

@@ -1,5 +1,6 @@
 """`hf-posttrain merge ADAPTER OUT`: a saved adapter merged into its base and saved as a plain model, as merge_lora does
-at the end of a run."""
+at the end of a run.
+"""
 
 import os
 import shutil
@@ -51,7 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def merge(section: ModelSection, folder: Path) -> str:
     """Save the model of `section`, which has an adapter, as a plain one; returns the dtype of its weights. Raises
-    InputError where that cannot be done, or the disk takes no more."""
+    InputError where that cannot be done, or the disk takes no more.
+    """
     from ..data.images import read_by
     from ..models import load
     from ..models.policy import align_generation, find_terminal_ids, generation_config

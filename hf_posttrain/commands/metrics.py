@@ -39,7 +39,8 @@ def measure(name: str, metric: Any, predictions: list[str], references: list[str
 
 def load_tasks(given: argparse.Namespace) -> tuple[Any, list]:
     """(lm-eval's manager of tasks, what it has of these names). Raises InputError without lm-eval, for names that are
-    none of its tasks, and for tasks that it cannot read."""
+    none of its tasks, and for tasks that it cannot read.
+    """
     if importlib.util.find_spec("lm_eval") is None:
         raise InputError("--tasks needs lm-eval: pip install 'hf_posttrain[eval]'")
     from lm_eval.tasks import TaskManager

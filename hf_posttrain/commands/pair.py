@@ -108,7 +108,8 @@ def used(groups: list[list[dict[str, Any]]], found: SelectedRows) -> list[dict[s
 
 def is_cut(row: dict[str, Any]) -> bool:
     """Did an answer not end, or end inside a thought? As a text it would be trained with an end, and a chat template
-    would close its thought, or write an empty one before it."""
+    would close its thought, or write an empty one before it.
+    """
     prompt = row.get("prompt")
     answer = row["completion"]
     opened = BEGIN_THOUGHT if isinstance(prompt, str) and prompt.rstrip().endswith(BEGIN_THOUGHT) else ""

@@ -21,7 +21,8 @@ _SHARE = f"share/{__package__.partition('.')[0]}"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """List, print or copy recipes; returns the exit code. Raises InputError for names that do not exist and for files
-    that are there already or cannot be written."""
+    that are there already or cannot be written.
+    """
     parser = Parser(
         prog="hf-posttrain recipes",
         usage="hf-posttrain recipes [NAME ... [--to FOLDER] | --show NAME]",

@@ -19,7 +19,8 @@ _IDENTITY = ("model", "adapter", "data", "split", "task")
 
 def results_folder(given: argparse.Namespace) -> Path | None:
     """Where the numbers are kept: --output, or the folder of the run that is evaluated. Raises InputError where that
-    cannot be."""
+    cannot be.
+    """
     folder = given.output or Path(given.adapter or given.model)
     if not given.output and not any((folder / name).is_file() for name in ("trainer_state.json", "run.json")):
         return None

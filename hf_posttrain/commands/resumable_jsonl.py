@@ -57,7 +57,8 @@ class ResumableFile:
 
     def left(self, starts: Sequence[int], what: str) -> Iterator[int]:
         """Those of the numbers, one for each piece, whose pieces are not there; with a bar on a terminal, otherwise
-        with a line now and then."""
+        with a line now and then.
+        """
         from ..monitoring.progress import TaskProgress
 
         if self.done:

@@ -101,7 +101,8 @@ def is_recipe(name: str) -> bool:
 
 def sample(source: Recipe | ModelSection, given: Any) -> Iterator[dict[str, Any]]:
     """Write the file, then give its rows. given: the options of the command. Raises InputError where the data have no
-    prompts."""
+    prompts.
+    """
     asked = _of_recipe(source, given) if isinstance(source, Recipe) else _of_model(source, given)
     from ..generation.exact_match import right_answer
     from ..scoring.layouts import Prompt

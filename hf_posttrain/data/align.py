@@ -121,7 +121,8 @@ class Aligner:
         """Return, for each token of an answer of the teacher, which tokens could have stood in its place and spanned
         the end of a later token as well: entry d is the range in `lacking` of the tokens that begin with the text of
         this token and the d tokens after it, and are longer. The search backwards from an end stops at the first text
-        that no longer token begins with."""
+        that no longer token begins with.
+        """
         found: list[list[tuple[int, int]]] = [[] for _ in ids]
         for end in range(1, len(ids)):
             text = b""
@@ -168,7 +169,8 @@ def _unfinished(said: bytes) -> int:
 
 def _common_cuts(mine: tuple[bytes, list[int]], theirs: tuple[bytes, list[int]]) -> list[tuple[int, int]]:
     """Where both sides, texts with the ends of their tokens, have cut at the same place of what they have in common:
-    (in mine, in theirs), growing in both."""
+    (in mine, in theirs), growing in both.
+    """
     (said, cuts) = mine
     (their_text, their_cuts) = theirs
     if said == their_text:
@@ -249,7 +251,8 @@ def shared_ids(student: Mapping[int, bytes], teacher: Mapping[int, bytes]) -> tu
 
 def bytes_of(tokenizer: PreTrainedTokenizerBase) -> dict[int, bytes]:
     """The bytes that each id stands for within a text, special ones left out. Last come those of sentencepiece for a
-    single byte, which are written where there is no other."""
+    single byte, which are written where there is no other.
+    """
     special = chat.special_ids(tokenizer)
     added = tokenizer.get_added_vocab()
     by_byte = "ByteLevel" in str(tokenizer.backend_tokenizer.decoder)  # type: ignore[attr-defined]

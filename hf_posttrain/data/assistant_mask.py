@@ -223,14 +223,16 @@ class _Rendered(NamedTuple):
 
     def content_of(self, n: int, begin: int, limit: int) -> int:
         """Where the content of message n ends, or what the template has kept of it: it may drop the thinking at its
-        beginning. The content may hold the text of the turn end, so that is looked for behind it."""
+        beginning. The content may hold the text of the turn end, so that is looked for behind it.
+        """
         content = self.messages[n]["content"].strip()
         kept = (content[at:].lstrip() for at in (0, *(m.end() for m in re.finditer(r"[\n>]", content))))
         return next((at + len(text) for text in kept if (at := self.full.find(text, begin, limit)) >= 0), begin)
 
     def stop_as_last(self, n: int, after: int, turn: dict[str, Any]) -> int | None:
         """The token behind message n as far as the rendering of `turn` in its place, as the last one, is the beginning
-        of the whole; None where a last turn is written otherwise."""
+        of the whole; None where a last turn is written otherwise.
+        """
         alone = ""
         with suppress(InputError):  # a template may refuse a call that has no answer
             alone = self.template.render([*self.messages[:n], turn])

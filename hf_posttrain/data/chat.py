@@ -100,7 +100,8 @@ class ChatTemplate(NamedTuple):
 
     def apply(self, messages: Messages, **options: Any) -> Any:
         """`tokenizer.apply_chat_template` on the day _DAY, of contents as parts and arguments of calls as JSON text for
-        the templates that write these alone."""
+        the templates that write these alone.
+        """
         template, _ = on_the_day(self.text)
         always = _reads_parts(self.tokenizer, template)
         messages = [{**m, "content": _parts(m["content"])} if always or MARK in m["content"] else m for m in messages]
@@ -115,7 +116,8 @@ class ChatTemplate(NamedTuple):
     def find_unread(self, messages: Messages, full: str) -> list[str]:
         """What of the messages is not in their rendering `full` although a template may well leave it out: keys that it
         does not write, tools, thinking of earlier turns, text next to a call, switches, today's date. Raises InputError
-        for a message of which it writes neither text nor calls, as of an unknown role, and for a lost call."""
+        for a message of which it writes neither text nor calls, as of an unknown role, and for a lost call.
+        """
         template = self.text
         numbered = [_numbered(m, n) for n, m in enumerate(messages)]
         if self.kwargs:
@@ -421,7 +423,8 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[in
 
 def end_once(tokenizer: PreTrainedTokenizerBase, ids: list[int], end_id: int, others: Set[int]) -> list[int]:
     """`ids` ending in exactly one `end_id`: blank text and special tokens after it are dropped; appended if absent and
-    `ids` do not end in one of `others`."""
+    `ids` do not end in one of `others`.
+    """
     last = max((n for n, i in enumerate(ids) if i == end_id), default=None)
     if last is None or str(tokenizer.decode(ids[last + 1 :], skip_special_tokens=True)).strip():
         return ids if ids and ids[-1] in others else [*ids, end_id]

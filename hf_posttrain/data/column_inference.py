@@ -63,7 +63,8 @@ def asked(columns: Collection[str]) -> list[str]:
 
 def prompt_problem(rows: list[dict], aside: Collection[str], form: str) -> str | None:
     """What to do about the first of the columns `aside`, which `form` does not read, that says what was asked: it has a
-    usual name for that, and text that stands nowhere in what is read. None where there is no such column."""
+    usual name for that, and text that stands nowhere in what is read. None where there is no such column.
+    """
 
     def words(row: dict, columns: Collection[str]) -> str:
         return " ".join(text_of([row.get(column) for column in columns]).split())

@@ -168,7 +168,8 @@ def refuse_misread(
 ) -> None:
     """Raises InputError where all of the first 20 rows say that they hold something else than what is read: texts that
     are messages, as a data frame's to_csv leaves them, answers with their prompts, or, with the tokenizer, prompts that
-    have gone through the chat template already. columns: the raw values."""
+    have gone through the chat template already. columns: the raw values.
+    """
     for column in plan.form.split(" + "):
         texts = columns[column][:20]
         if len(texts) > 1 and all(map(are_written_messages, texts)):
@@ -189,7 +190,8 @@ def refuse_misread(
 
 def _refuse_rendered(columns: Mapping[str, Sequence], tokenizer: PreTrainedTokenizerBase, plan: Plan) -> None:
     """Raises InputError where all of the first 20 prompts, plain text that shall go through the chat template, hold
-    what it writes. columns: the raw values."""
+    what it writes. columns: the raw values.
+    """
     column = next((name for name in plan.form.split(" + ") if name in ("prompt", "instruction")), None)
     prompts = columns[column][:20] if column else []  # messages may hold the prompt
     tokens: Sequence[str] = ()
@@ -267,7 +269,8 @@ def _with_reasoning(sample: Sample, tokenizer: PreTrainedTokenizerBase, wanted: 
 
 def _text(sample: Sample, tokenizer: PreTrainedTokenizerBase, plan: Plan) -> Sample:
     """Messages -> text; plain strings stay as they are. A whole text is a branch of the empty prompt. White space at
-    the end of a rendering is dropped: an end token that is appended would follow it."""
+    the end of a rendering is dropped: an end token that is appended would follow it.
+    """
     template = chat.ChatTemplate(tokenizer, sample.tools, sample.template_kwargs, sample.expansions)
     if _is_empty(sample):
         sample = sample._replace(prompt="", branches=["" for _ in sample.branches])
@@ -327,7 +330,8 @@ def _is_empty(sample: Sample) -> bool:
 
 def context(sample: Sample, plan: Plan) -> Sample:
     """`sample` with at least one prompt token, which the first prediction needs. Supervised rows without a prompt, or
-    with every token trained, take what stands before the first trained token; others refuse an empty prompt."""
+    with every token trained, take what stands before the first trained token; others refuse an empty prompt.
+    """
     prompt = sample.prompt
     branches = sample.branches
     if not all(branches):  # `fit` drops it

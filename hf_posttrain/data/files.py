@@ -84,7 +84,8 @@ def source_problem(source: str) -> str | None:
 
 def rows_of(path: Path) -> Iterator[dict[str, Any]]:
     """The rows of a .jsonl, .json, .csv or .tsv file (or .gz), with the values that stand there: cells of CSV are text,
-    or None where they are empty. Raises InputError with the line that cannot be read."""
+    or None where they are empty. Raises InputError with the line that cannot be read.
+    """
     separator = {".csv": ",", ".tsv": "\t"}.get(kind := extension(path))
     return _csv_rows(_lines(path), separator) if separator else _json_rows(path, kind)
 

@@ -206,7 +206,8 @@ def _string(row: dict, column: str) -> str:
 
 def add_system(sample: Sample, text: Any) -> Sample:
     """`sample` with a system turn of this text, unless it begins with that. Raises InputError for another system turn
-    there, for a sample of plain text, and for what is no text."""
+    there, for a sample of plain text, and for what is no text.
+    """
     if not isinstance(text, str):
         raise InputError(f"expected a string, found {shown(text)}")
     if not text.strip():
@@ -234,7 +235,8 @@ def _value(row: dict, column: str) -> str | Messages:
 
 def _split_shared(chosen: str | Messages, rejected: str | Messages) -> tuple[Any, list]:
     """(prompt, [chosen, rejected]): the longest common beginning is the prompt, in whole messages, or in text up to a
-    word or line boundary (a space belongs to the completions, a line break to the prompt). No branch is left empty."""
+    word or line boundary (a space belongs to the completions, a line break to the prompt). No branch is left empty.
+    """
     is_text = isinstance(chosen, str) and isinstance(rejected, str)
     if is_text and not all(str(each).strip() for each in (chosen, rejected)):  # there is no pair
         return "", ["", ""]

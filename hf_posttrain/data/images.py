@@ -119,7 +119,8 @@ def _listed(row: dict) -> tuple[str, list]:
 
 def _marked(value: object) -> tuple[Any, list]:
     """A column with MARK as text in place of the parts that are pictures, and their values, None where they have
-    none."""
+    none.
+    """
     found: list[Any] = []
     if MARK in text_of(value):
         raise InputError("it has the character U+FDD0, which no text has: take it out")
@@ -153,7 +154,8 @@ def _value_of(part: dict) -> Any:
 
 def _place(row: dict, asked: str, column: str, pictures: int, places: int) -> None:
     """Put MARKs for the pictures of a column into the row's text: in place of its PLACEHOLDERs or, where it has none,
-    at the beginning of what a user asks first. asked: the column that says that. places: how many PLACEHOLDERs."""
+    at the beginning of what a user asks first. asked: the column that says that. places: how many PLACEHOLDERs.
+    """
     if places not in (0, pictures):
         raise InputError(f"column {column!r}: it has {pictures} pictures, and the text {places} {PLACEHOLDER}")
     left = 0 if places else pictures
@@ -292,7 +294,8 @@ def open_picture(picture: Mapping[str, Any]) -> Image.Image:
 
 def versions(rows: Iterable[Any]) -> list[tuple[int, int]]:
     """How many bytes each picture of rows has, packed ones too, and when its file was last changed (0: it is in the
-    row): a path says nothing of what is there."""
+    row): a path says nothing of what is there.
+    """
     found = []
     for listed in (one if isinstance(one, list) else [one] for pictures in rows for one in pictures or ()):
         for picture in listed:
@@ -336,7 +339,8 @@ class ImageReader:
 
     def expansion(self, picture: Mapping[str, Any]) -> str:
         """The text that stands for a picture, which depends on its size alone. Raises InputError for a size that the
-        processor refuses."""
+        processor refuses.
+        """
         size = picture_size(picture)
         with _one_line(picture):
             return _of_size(self, *size)[1]
@@ -392,7 +396,8 @@ def merged_options(processor: Any) -> dict[str, dict[str, Any]]:
 
 def fitting(counts: Iterable[int], places: int) -> int:
     """How many of the pictures of a text, of so many features each, all stand in it where it is cut at the end and has
-    `places` left."""
+    `places` left.
+    """
     return sum(end <= places for end in accumulate(counts))
 
 

@@ -28,7 +28,8 @@ _HEAD = 1000  # rows of a stream that say which columns it has, and which of the
 @dataclass
 class JsonValue:
     """The feature of a column that is not text: each value is kept as JSON. (Arrow gives all rows the same keys, makes
-    1 into 1.0 where another row has 0.5, and dates of texts.)"""
+    1 into 1.0 where another row has 0.5, and dates of texts.)
+    """
 
     _type: str = field(default="AsWritten", init=False, repr=False)
 
@@ -62,7 +63,8 @@ with warnings.catch_warnings(action="ignore"):  # that it is experimental
 
 def from_rows(rows: Sequence[Mapping[str, Any]]) -> datasets.Dataset:
     """Rows given in Python with all the columns that any has, and columns with mappings inside as they were written.
-    Raises ValueError or TypeError where the values of a column do not go together."""
+    Raises ValueError or TypeError where the values of a column do not go together.
+    """
     names = dict.fromkeys(column for row in rows for column in row)
     columns: dict[str, Any] = {column: [row.get(column) for row in rows] for column in names}
     kept = [column for column, values in columns.items() if any(map(_holds_mapping, values))]

@@ -24,7 +24,8 @@ STREAM_HEAD = 1000
 
 class _ByLength(LengthGroupedSampler):
     """HF's sampler draws from the global generator, which gives another order on each rank and after a resume; and
-    groups the rows that one process takes in a step, which gives another order where there are more processes."""
+    groups the rows that one process takes in a step, which gives another order where there are more processes.
+    """
 
     def __init__(self, sampler: LengthGroupedSampler, rows_per_step: int, seed: int):
         self.__dict__ |= vars(sampler)
@@ -43,7 +44,8 @@ class _ByLength(LengthGroupedSampler):
 
 def seeded_sampler(sampler: Any, args: TrainingArguments, rows_per_step: int) -> Any:
     """A sampler by length whose order depends on (data_seed or seed, epoch) and the rows of an optimizer step on all
-    ranks; any other as it is."""
+    ranks; any other as it is.
+    """
     if not isinstance(sampler, LengthGroupedSampler):
         return sampler
     return _ByLength(sampler, rows_per_step, args.seed if args.data_seed is None else args.data_seed)
@@ -136,7 +138,8 @@ def first_rows(rows: datasets.IterableDataset, count: int = STREAM_HEAD) -> data
 
 def longest(rows: AnyDataset, count: int, columns: Sequence[str] = ()) -> datasets.Dataset:
     """The `count` prepared rows with the most tokens, in `columns` or in all, longest first; of a stream, of its first
-    1000 rows."""
+    1000 rows.
+    """
     if not isinstance(rows, datasets.Dataset):
         rows = first_rows(rows)
     return rows.select(np.argsort(-tokens_of(rows, columns), kind="stable")[:count])
@@ -144,7 +147,8 @@ def longest(rows: AnyDataset, count: int, columns: Sequence[str] = ()) -> datase
 
 def full_lengths(rows: datasets.Dataset, args: TrainingArguments) -> np.ndarray:
     """Of each example of prepared rows the tokens of its prompt and its longest answer; answers that are sampled while
-    training may become as long as max_completion_length."""
+    training may become as long as max_completion_length.
+    """
     if longest := getattr(args, "max_completion_length", None):
         return lengths_of(rows, "prompt_ids") + longest
     branches = [name for name in ("completion_ids", "chosen_ids", "rejected_ids") if name in rows.column_names]

@@ -288,7 +288,8 @@ def _refuse_pictures(dataset: AnyDataset, columns: list[str], form: str) -> None
 
 def _refuse_lost_prompt(dataset: AnyDataset, columns: list[str], form: str, name: str) -> None:
     """Raises InputError where the format has no prompt and a column that is not read says what was asked; beside a
-    prompt such a column is warned of."""
+    prompt such a column is warned of.
+    """
     aside = unread(columns, form)
     # where no name is suspicious no row is read, which a stream would have to read twice
     problem = (
@@ -310,7 +311,8 @@ def notes(
     facts: pd.DataFrame | None = None,
 ) -> dict[str, int]:
     """What is given and not used, or used in another way than many expect: lines, with the level they are logged at.
-    facts: FACTS of the examples, where they are known."""
+    facts: FACTS of the examples, where they are known.
+    """
     dataset, columns, form = _opened(dataset, method, config)
     sees = read_by(tokenizer) is not None
     found = {}
@@ -437,7 +439,8 @@ def tokenise(
     batch: dict[str, list], rows: list[int], tokenizer: PreTrainedTokenizerBase, plan: Plan, filled: Sequence[str] = ()
 ) -> dict:
     """A batch of raw rows -> columns of ids, and FACTS. rows: their numbers. filled: columns with keys that are None
-    where Arrow has put them."""
+    where Arrow has put them.
+    """
     batch = without_filled(batch, filled)
     reader = read_by(tokenizer)
     # 1. raw rows -> samples, of which a row may give two; `origin` has the row of each
@@ -502,7 +505,8 @@ def tokenise(
 
 def _asked(sample: Sample, plan: Plan) -> str:
     """The prompt as it stands in the data, as JSON, with what its template is given; of ids there is no more than they
-    are."""
+    are.
+    """
     prompt = None if "_ids" in plan.form else sample.prompt
     given = {"tools": sample.tools, "chat_template_kwargs": sample.template_kwargs} if sample.is_chat else {}
     return json.dumps({"prompt": prompt} | {name: value for name, value in given.items() if value}, ensure_ascii=False)
@@ -510,7 +514,8 @@ def _asked(sample: Sample, plan: Plan) -> str:
 
 def _with_its_pictures(sample: Sample, reader: ImageReader) -> Sample:
     """The sample up to its last trained token, with the pictures that stand before it. Raises InputError where ids have
-    other tokens for features than its pictures bring: a text may hold such a token."""
+    other tokens for features than its pictures bring: a text may hold such a token.
+    """
     if sample.mask:
         end = len(sample.mask) - sample.mask[::-1].index(1)
         sample = sample._replace(branches=[sample.branches[0][:end]], mask=sample.mask[:end])

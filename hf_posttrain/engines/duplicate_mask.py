@@ -29,7 +29,8 @@ def weigh_rows(batch: Batch, accelerator: Accelerator) -> Batch:
 
 def _rows_of_pass(drawn: Any) -> int:
     """How many rows the sampler of the active loader draws in a pass, which need not be those of the data; 0: no batch
-    is filled up, or the number is not known."""
+    is filled up, or the number is not known.
+    """
     sampler: Any = getattr(drawn.active_dataloader, "batch_sampler", None)
     while hasattr(sampler, "batch_sampler"):  # around the loader's own: a rank's share, what a resumed run skips
         sampler = sampler.batch_sampler

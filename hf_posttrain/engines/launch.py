@@ -1,5 +1,6 @@
 """The engine that the config and the launcher ask for, and what is refused at the start of a run: that which would
-train wrong numbers, something else than was asked for, or fail late."""
+train wrong numbers, something else than was asked for, or fail late.
+"""
 
 import inspect
 import os
@@ -154,7 +155,8 @@ def describe_launch(trainer: Any) -> str:
 
 def check_model(model: Any, args: TrainingArguments) -> None:
     """Raises InputError for a policy, reference or teacher that is not a plain model, or quantised as the engine cannot
-    take."""
+    take.
+    """
     if problem := unusual(model, args):
         raise InputError(problem)
     if not getattr(model, "is_quantized", False):

@@ -20,7 +20,8 @@ def plain_class(module: nn.Module) -> Any:
 
 def keep_scores_whole(accelerator: Accelerator) -> None:
     """Mixed precision of FSDP2 without what Accelerate adds: log-probabilities rounded to bf16, and gradients summed
-    over the ranks in bf16."""
+    over the ranks in bf16.
+    """
     plugin = accelerator.state.fsdp_plugin if accelerator.is_fsdp2 else None
     if plugin is not None and (policy := plugin.mixed_precision_policy) is not None:
         plugin.mixed_precision_policy = dataclasses.replace(policy, output_dtype=None, reduce_dtype=torch.float32)
@@ -28,7 +29,8 @@ def keep_scores_whole(accelerator: Accelerator) -> None:
 
 def cut_at_layers(accelerator: Accelerator, model: nn.Module) -> None:
     """FSDP2's units, where none are named, are the layers that a model has: Accelerate refuses one that names those of
-    a part that it lacks (the tower for pictures of Qwen3.5, as a text model)."""
+    a part that it lacks (the tower for pictures of Qwen3.5, as a text model).
+    """
     plugin = accelerator.state.fsdp_plugin if accelerator.is_fsdp2 else None
     if plugin is not None and plugin.transformer_cls_names_to_wrap is None:
         plugin.transformer_cls_names_to_wrap = _layers_of(model)

@@ -75,7 +75,8 @@ logging.getLogger("urllib3.connectionpool").addFilter(RetryLogFilter())
 
 class ServerError(InputError):
     """A server is not there, refuses, or answers otherwise than it must. status: of HTTP, 0 where nothing answered,
-    LATE where it took too long."""
+    LATE where it took too long.
+    """
 
     def __init__(self, message: str, status: int = 0):
         super().__init__(message)
@@ -84,7 +85,8 @@ class ServerError(InputError):
 
 class Server:
     """A server at `url`. option: what names it to the user, for messages. needs: path -> what a server that has no such
-    path was started without."""
+    path was started without.
+    """
 
     def __init__(self, url: str, option: str, needs: Mapping[str, str] | None = None):
         self.url = url.rstrip("/").removesuffix("/v1")  # which some clients want at its end
@@ -120,7 +122,8 @@ class Server:
 
     def card(self, **options: Any) -> dict[str, Any]:
         """What it says of its model: id, root (a name or folder), max_model_len. Raises ServerError at once where it
-        cannot be asked."""
+        cannot be asked.
+        """
         listed = self.get("/v1/models", retries=False, **options)
         try:
             return listed["data"][0]  # the base, then adapters
@@ -128,7 +131,7 @@ class Server:
             raise ServerError(f"{self.option}: {self.url}/v1/models names no model: {str(listed)[:200]}") from error
 
     def settings(self) -> dict[str, Any] | None:
-        """vLLM's own, which it tells in development mode alone (VLLM_SERVER_DEV_MODE=1); None: it does not."""
+        """VLLM's own, which it tells in development mode alone (VLLM_SERVER_DEV_MODE=1); None: it does not."""
         try:
             return self.get("/server_info?config_format=json")["vllm_config"]
         except ServerError as error:
@@ -150,7 +153,8 @@ class Server:
 
 def in_background(function: Callable[[], Found]) -> Future[Found]:
     """What `function` gives, from a thread that the end of the process does not wait for (it would for an executor's,
-    and a server may take half an hour to answer)."""
+    and a server may take half an hour to answer).
+    """
     future: Future[Found] = Future()
 
     def run() -> None:
@@ -204,7 +208,8 @@ def as_server_error() -> Iterator[None]:
 
 def together(ask: Callable[[], Found]) -> Found:
     """What `ask` gives on each rank. Raises the ServerError of any rank on all of them, which would wait for it; an
-    answer that lacks what it must have is one too."""
+    answer that lacks what it must have is one too.
+    """
     found = None
     error = None
     try:

@@ -56,7 +56,8 @@ def right_answer(row: dict) -> list[int]:
 
 def select_answerable(trainer: Any, rows: Iterable[dict]) -> tuple[list[Prompt], list[list[int]], int]:
     """(prompts, their right answers, how many rows were left out) of prepared rows: of answers of several turns the
-    first, and none that max_length has cut, whose final answer is not known. Raises what `answerable` does."""
+    first, and none that max_length has cut, whose final answer is not known. Raises what `answerable` does.
+    """
     prompts, gold = answerable(rows)
     gold = [until_terminal(answer, trainer.terminal_ids) for answer in gold]
     whole = [n for n, answer in enumerate(gold) if answer[-1] in trainer.terminal_ids] or [*range(len(gold))]
@@ -65,7 +66,8 @@ def select_answerable(trainer: Any, rows: Iterable[dict]) -> tuple[list[Prompt],
 
 def answers_key(trainer: Any, rows: Any) -> Any:
     """A hash of the final answers that exact match looks for and of eval_max_completion_length, the same under every
-    tokenizer; None without them."""
+    tokenizer; None without them.
+    """
     if isinstance(rows, dict):
         return {name: answers_key(trainer, part) for name, part in rows.items()}
     if not trainer.args.eval_exact_match or "prompt_ids" not in (getattr(rows, "column_names", None) or ()):

@@ -27,7 +27,8 @@ def exact_match(prompts: list[str], completions: list[str], references: list[str
 
 def find_grader(name: str) -> Grader:
     """`exact_match`, or a function of the user's, as package.module:name; the current folder is looked in too. Raises
-    InputError where there is none."""
+    InputError where there is none.
+    """
     if name == "exact_match":
         return exact_match
     if os.getcwd() not in sys.path:  # as `python -m` has it, and the console script has not
@@ -59,7 +60,8 @@ def grade(
     abstain: bool = False,
 ) -> list[Any]:
     """What the function says of each completion. Raises InputError where that is other than a finite number for each.
-    name: for the message. abstain: None is allowed too."""
+    name: for the message. abstain: None is allowed too.
+    """
     try:
         given = grader(prompts=prompts, completions=completions, references=references)
         given = [*given] if inspect.isgenerator(given) else given

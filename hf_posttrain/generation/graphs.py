@@ -35,7 +35,8 @@ CHUNK = 512
 def can_replay(model: PreTrainedModel) -> bool:
     """Return whether a forward of one token can be a CUDA graph: all keys and values are kept, attention takes a
     prepared mask, and all weights are on one GPU, where no engine has cut them. Whether the model reads values on the
-    host shows when it runs."""
+    host shows when it runs.
+    """
     if model.device.type != "cuda" or os.environ.get(SWITCH) == "0":
         return False
     weights = list(model.parameters())
@@ -171,7 +172,8 @@ class FixedSteps:
 @contextmanager
 def no_shared_casts() -> Iterator[None]:
     """Inside, autocast casts a weight at each use. It would share casts with code outside of the graph, which may free
-    them before a replay, or read them before the first one."""
+    them before a replay, or read them before the first one.
+    """
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:

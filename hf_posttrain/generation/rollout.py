@@ -258,7 +258,7 @@ def _lookup(ids: Sequence[int], vocabulary: int, device: torch.device) -> Tensor
 
 
 def left_padded(prompts: Sequence[Sequence[int]], pad_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """ids and mask, [prompts, L]."""
+    """Ids and mask, [prompts, L]."""
     longest = max(map(len, prompts))
     ids = [[pad_id] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
     mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]

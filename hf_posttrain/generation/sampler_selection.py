@@ -59,7 +59,8 @@ def choose(model: nn.Module, longest: int, answer: Answer) -> tuple[str, float]:
 
 def why_not_decode(model: PreTrainedModel) -> str:
     """Return why a model is not decoded by `rollout.decode`; empty where it says that it keeps plain keys and values,
-    and no more, between steps."""
+    and no more, between steps.
+    """
     if any(getattr(adapter, "alora_invocation_tokens", None) for adapter in getattr(model, "peft_config", {}).values()):
         return "activated LoRA is switched on by what PEFT's own generate sees in the prompt"
     own = getattr(type(model), "prepare_inputs_for_generation", None)

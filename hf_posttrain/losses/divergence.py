@@ -37,7 +37,7 @@ def reverse_kl(student: Tensor, teacher: Tensor) -> Tensor:
 
 
 def jsd(student: Tensor, teacher: Tensor, beta: float = 0.5) -> Tensor:
-    """beta KL(p, m) + (1-beta) KL(q, m), m = beta p + (1-beta) q: GKD eq. 1 (arXiv 2306.13649). -> [N].
+    """Beta KL(p, m) + (1-beta) KL(q, m), m = beta p + (1-beta) q: GKD eq. 1 (arXiv 2306.13649). -> [N].
 
     The formula tends to 0 at both ends; as users of GKD expect, beta 0 gives forward KL and beta 1 reverse KL.
     """
@@ -60,7 +60,7 @@ def skew_reverse_kl(student: Tensor, teacher: Tensor, alpha: float = 0.1) -> Ten
 
 
 def tvd(student: Tensor, teacher: Tensor) -> Tensor:
-    """sum |p - q| / 2: total variation distance, f-distill (arXiv 2307.15190). [N, V] -> [N]."""
+    """Sum |p - q| / 2: total variation distance, f-distill (arXiv 2307.15190). [N, V] -> [N]."""
     return 0.5 * (teacher.exp() - student.exp()).abs().sum(-1)
 
 
@@ -69,14 +69,16 @@ DIVERGENCES: dict[str, Callable[..., Tensor]] = {name: globals()[name] for name 
 
 def with_tail(top: Tensor) -> Tensor:
     """Log-probabilities of K tokens and, as one entry more, of all others, so that any divergence runs on a teacher's
-    top K alone: [N, K] -> [N, K+1], exact where K is V-1 or V."""
+    top K alone: [N, K] -> [N, K+1], exact where K is V-1 or V.
+    """
     rest = torch.log(-torch.expm1(top.logsumexp(-1, keepdim=True).clamp(max=-1e-7)))
     return torch.cat([top, rest], dim=-1)
 
 
 def places(owner: Tensor) -> Tensor:
     """The place of each token in its rollout, from 0: [N]. owner [N]: whose token it is; a rollout's are in order, and
-    those of others may stand between them. Nothing is read from the device."""
+    those of others may stand between them. Nothing is read from the device.
+    """
     order = torch.argsort(owner, stable=True)
     number = torch.arange(len(owner), device=owner.device)
     begins = owner[order] != owner[order].roll(1)
@@ -87,7 +89,8 @@ def places(owner: Tensor) -> Tensor:
 
 def by_rollout(values: Tensor, owner: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """Values [N] as a table [rollouts, longest], 0 behind each, and where each of the N stands in it. owner: as
-    `places`, from 0."""
+    `places`, from 0.
+    """
     where = owner, places(owner)
     table = values.new_zeros([int(part.max()) + 1 if len(part) else 0 for part in where])
     table[where] = values

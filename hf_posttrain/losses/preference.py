@@ -25,7 +25,7 @@ class Pairs:
 
     @property
     def log_ratios(self) -> tuple[Tensor, Tensor]:
-        """a and c, [B] each."""
+        """A and c, [B] each."""
         a, c = (self.logps - self.ref_logps).unbind(1)
         return a, c
 
@@ -37,7 +37,7 @@ class Pairs:
 
     @property
     def means(self) -> tuple[Tensor, Tensor]:
-        """log pi per token of the chosen and of the rejected answer, [B] each."""
+        """Log pi per token of the chosen and of the rejected answer, [B] each."""
         chosen, rejected = (self.logps / self.lengths).unbind(1)
         return chosen, rejected
 

@@ -73,8 +73,9 @@ def bounded(tokens: Tokens) -> Tensor:
 
 
 def sign(tokens: Tokens) -> Tensor:
-    """c / |A|, so that the policy gradient has c x the sign of A, c the mean of |A| (TV-OPD, arXiv 2609.08341). An |A|
-    below a thousandth counts as that: its sign is rounding."""
+    """C / |A|, so that the policy gradient has c x the sign of A, c the mean of |A| (TV-OPD, arXiv 2609.08341). An |A|
+    below a thousandth counts as that: its sign is rounding.
+    """
     return 1 / tokens.advantage.abs().clamp(min=1e-3)
 
 
@@ -89,7 +90,8 @@ TOKEN_WEIGHTS: dict[str, Callable[..., Tensor]] = {
 
 def weigh(tokens: Tokens, name: str, options: Mapping[str, float]) -> Tensor:
     """Return the weights, [N], with mean 1 over the tokens of the window that count. Weights of `sign` have no bound:
-    there the mean of w |A| is that of |A|."""
+    there the mean of w |A| is that of |A|.
+    """
     weights = TOKEN_WEIGHTS[name](tokens, **options)
     scale = tokens.advantage.abs() if name == "sign" else torch.ones_like(weights)
     sums = torch.stack([(scale * tokens.counts).sum(), (weights * scale * tokens.counts).sum()])[None]

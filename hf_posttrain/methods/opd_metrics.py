@@ -66,7 +66,8 @@ def rollout_metrics(
 
 def predictions(scores: Scores, batch: RolloutBatch, num_generations: int) -> tuple[Tensor, Tensor]:
     """Return what `compute_metrics` gets in an evaluation, where every prompt has K rollouts: summed log-probabilities
-    under student and teacher, [prompts, K, 2], and lengths, [prompts, K]."""
+    under student and teacher, [prompts, K, 2], and lengths, [prompts, K].
+    """
     shape = len(batch.index), num_generations
     summed = [batch.per_branch(logps).view(shape) for logps in (scores.student, scores.teacher)]
     lengths = batch.per_branch(torch.ones_like(scores.value)).view(shape)

@@ -25,7 +25,8 @@ RECOMPILATIONS = 32  # of one layer's code, beyond which torch would run it as w
 
 def speed_up(model: nn.Module, args: TrainingArguments, second: bool = False) -> None:
     """Give a model's layers Liger's kernels, and compile them, where the Config says so. Raises InputError where that
-    cannot be; a `second` model is left as it is then, with a line in the log."""
+    cannot be; a `second` model is left as it is then, with a line in the log.
+    """
     try:
         _speed_up(forward.causal_lm(model), args)
     except InputError as error:
@@ -36,7 +37,8 @@ def speed_up(model: nn.Module, args: TrainingArguments, second: bool = False) ->
 
 def warn_if_not_compiled(model: PreTrainedModel, args: TrainingArguments) -> None:
     """Say where torch_compile does nothing: in activation checkpointing dynamo compiles a layer whole or not at all,
-    and attention piece by piece is called as written."""
+    and attention piece by piece is called as written.
+    """
     half = args.bf16 or args.fp16 or model.dtype in LOW
     pieces = model.config.get_text_config()._attn_implementation == BY_SEGMENT
     pieces = pieces and not (half and has_varlen_kernel(args.device))

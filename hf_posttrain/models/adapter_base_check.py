@@ -22,7 +22,8 @@ _OPTIONS = ("rope_parameters", "sliding_window", "layer_types", "num_hidden_laye
 
 def warn_if_base_changed(model: nn.Module) -> None:
     """Say where the model in memory, on which an adapter will be trained, is not that of the folder which the adapter
-    will name as its base: it would be loaded on another."""
+    will name as its base: it would be loaded on another.
+    """
     adapters = getattr(model, "peft_config", {})
     inits = [getattr(config, "init_lora_weights", None) for config in adapters.values()]
     if any(isinstance(init, str) and init != "gaussian" for init in inits):
@@ -60,7 +61,8 @@ def _changed_option(inner: Any, folder: Path) -> str | None:
 
 def _changed_weight(inner: Any, folder: Path, adapted: bool) -> str | None:
     """The first weight that differs from the files, of those that these have by the same name: by its first row, and by
-    all of the embedding and the head, where single tokens may have been changed."""
+    all of the embedding and the head, where single tokens may have been changed.
+    """
     # what is trained besides an adapter is saved with it
     weights = {
         name.replace(".base_layer.", "."): weight

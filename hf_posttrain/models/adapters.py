@@ -60,7 +60,8 @@ def lora_config(section: ModelSection, where: str = "model") -> peft.LoraConfig 
 
 def check_adapter_kind(config: peft.PeftConfig) -> None:
     """Raises InputError for an adapter that is not inside the layers (prompt tuning), and for one that needs more than
-    a forward: inputs of its own, or as AdaLoRA a loss, and calls in each step; or that draws its weights in each."""
+    a forward: inputs of its own, or as AdaLoRA a loss, and calls in each step; or that draws its weights in each.
+    """
     kind = getattr(config.peft_type, "value", config.peft_type)
     variant = next((name for name in _WITH_A_LOSS if getattr(config, name, None)), None)
     if config.is_prompt_learning or variant or kind in ("ADALORA", "POLY", "PVERA", "SHADOW", "XLORA"):
@@ -74,7 +75,8 @@ def check_adapter_kind(config: peft.PeftConfig) -> None:
 def add_adapter(model: nn.Module, config: Any, vision: bool = False) -> nn.Module:
     """The model, which may be on the meta device, with a new adapter, which is not on a tower for pictures unless
     `vision`. Raises InputError where it has one, for what PEFT refuses, and for names in the config that nothing in the
-    model has."""
+    model has.
+    """
     if isinstance(model, peft.PeftModel):
         raise InputError(
             "the model already has an adapter: merge it first, or drop peft_config (model.lora) to continue it"
@@ -153,7 +155,8 @@ def _unchanged_on_error(model: Any) -> Iterator[None]:
 
 def _check_init(config: Any, model: nn.Module) -> None:
     """Raises InputError for a value of `init_lora_weights` that data decide where they did not: PEFT takes it as random
-    weights, or fails after the model is loaded."""
+    weights, or fails after the model is loaded.
+    """
     init = getattr(config, "init_lora_weights", None)
     if init in _INIT_BY_DATA:
         left = _INIT_BY_DATA[init]
@@ -164,7 +167,8 @@ def _check_init(config: Any, model: nn.Module) -> None:
 
 def _try_init(config: peft.PeftConfig) -> None:
     """Initialize an adapter of one small layer. PEFT raises its errors: on the meta device it draws no weights, and
-    does not read `init_lora_weights`."""
+    does not read `init_lora_weights`.
+    """
     if isinstance(config, peft.LoraConfig):
         options: dict[str, Any] = {"init_lora_weights": config.init_lora_weights, "loftq_config": config.loftq_config}
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
@@ -190,7 +194,8 @@ def _meant_module(config: peft.PeftConfig, modules: Iterable[str]) -> str:
 
 def _fill_zero_rows(policy: nn.Module) -> None:
     """Give rows of zeros under DoRA, such as that of padding in a tied head, a little of the adapter: it divides by
-    their norm, and would compute NaN."""
+    their norm, and would compute NaN.
+    """
     for layer in adapted_layers(policy):
         for name, magnitude in getattr(layer, "lora_magnitude_vector", {}).items():
             weight = getattr(layer.get_base_layer(), "weight", None)
@@ -207,7 +212,8 @@ def _fill_zero_rows(policy: nn.Module) -> None:
 
 def _left_out(model: nn.Module, config: peft.PeftConfig, vision: bool) -> list[str]:
     """Modules that get no adapter, whatever its config says: a tower's unless `vision`, and what all-linear leaves
-    out."""
+    out.
+    """
     found = []
     if getattr(config, "target_modules", None) == "all-linear":
         linear = {name: type(module) for name, module in model.named_modules() if isinstance(module, nn.Linear)}
@@ -227,7 +233,8 @@ def _joined(theirs: Any, ours: list[str]) -> Any:
 
 def _left_out_of_all_linear(config: PreTrainedConfig, linear: dict[str, Any]) -> list[str]:
     """Names of layers that all-linear leaves out: routers that are linear by class and return several tensors, and what
-    PEFT refuses in models of Mamba's kind, whose kernels read the weight itself."""
+    PEFT refuses in models of Mamba's kind, whose kernels read the weight itself.
+    """
     own = {
         name.rpartition(".")[2]: kind
         for name, kind in linear.items()
@@ -281,7 +288,8 @@ def _passed_over(policy: Any, asked: Any, modules: list[str]) -> Iterator[str]:
 
 def _not_loaded(policy: peft.PeftModel) -> Iterator[str]:
     """What of an adapter is saved and would not be loaded again. PEFT loads through the renamings that transformers has
-    for weights of older files, and those of Laguna turn names of its shared experts into others."""
+    for weights of older files, and those of Laguna turn names of its shared experts into others.
+    """
     if policy.active_peft_config.peft_type == peft.PeftType.LORA:
         # without embeddings, for which it would ask the Hub
         saved = peft.get_peft_model_state_dict(policy, save_embedding_layers=False)
@@ -301,7 +309,8 @@ def of_adapters(policy: peft.PeftModel, name: str) -> bool:
 
 def describe_adapter(policy: peft.PeftModel) -> str:
     """Return in a line on which share of the model's weights the active adapter acts, which matrices it leaves as they
-    are, and what to set so that it acts on fused experts too."""
+    are, and what to set so that it acts on fused experts too.
+    """
     reached: set[int] = set()
     for layer in adapted_layers(policy):
         fused = getattr(layer, "parameter_name", None)  # of a module with several, an adapter is on one
@@ -357,7 +366,8 @@ class UnlessAutocast:
 
 def skip_needless_casts(model: nn.Module, device_type: str) -> None:
     """Let plain LoRA layers cast their input only where autocast is off. Not where it has dropout, whose factor is then
-    rounded."""
+    rounded.
+    """
     for layer in model.modules():
         if not isinstance(layer, peft.tuners.lora.Linear) or layer.lora_variant:
             continue

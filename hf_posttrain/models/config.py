@@ -89,7 +89,8 @@ def is_local(name: str) -> bool:
 def section_of(name: str, adapter: str | Path | None = None) -> ModelSection:
     """The section of a model as commands are given it: a folder or hub name, with an adapter on it; or the folder of an
     adapter, such as a run's output_dir, whose base comes with it. Raises InputError for a run's folder that has
-    checkpoints alone, and for a recipe."""
+    checkpoints alone, and for a recipe.
+    """
     folder = Path(name)
     if folder.suffix in (".yaml", ".yml"):
         raise InputError(f"{name} is a recipe, and a model is wanted: give its model, or the output_dir of its run")
@@ -104,7 +105,8 @@ def section_of(name: str, adapter: str | Path | None = None) -> ModelSection:
 
 def section_of_adapter(folder: Path, base: str | None = None) -> ModelSection:
     """The section of the adapter in a folder on its base (None: the one that it names), which sees where a run has
-    saved a processor. Raises InputError for a folder without an adapter."""
+    saved a processor. Raises InputError for a folder without an adapter.
+    """
     file = folder / ADAPTER
     if not folder.exists():
         raise InputError(f"there is no folder {folder}{nearest_path(folder)}")

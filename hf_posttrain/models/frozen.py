@@ -75,7 +75,8 @@ def round_products(model: nn.Module, accelerator: Accelerator) -> nn.Module:
 
 def shares_trained_weights(frozen: nn.Module, policy: nn.Module) -> bool:
     """Is a model that shall be frozen the policy, or does it hold weights that this trains? They would move there, or
-    be frozen here."""
+    be frozen here.
+    """
     trained = {id(parameter) for parameter in policy.parameters() if parameter.requires_grad}
     same = forward.causal_lm(frozen) is forward.causal_lm(policy)
     return same or any(id(parameter) in trained for parameter in frozen.parameters())
@@ -120,7 +121,8 @@ class Reference:
 
     def check_start(self, logps: Tensor, ref: Tensor, lengths: Tensor, rows: Tensor) -> None:
         """Warn, once, where policy and reference, one model, differ before the first step. All [B] or [B, K], rows
-        their numbers [B]. Raises InputError where the base, on which an adapter's reference is, is trained too."""
+        their numbers [B]. Raises InputError where the base, on which an adapter's reference is, is trained too.
+        """
         if self.checked or not self.starts_equal or self.trainer.state.global_step or not logps.requires_grad:
             return
         self.checked = True

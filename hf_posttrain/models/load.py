@@ -37,7 +37,8 @@ logger = logging.getLogger(__name__)
 
 def check_model(section: ModelSection) -> PreTrainedConfig:
     """The model's config. Raises InputError where model, adapter or the quantisation package is missing, and for an
-    adapter in the model's place."""
+    adapter in the model's place.
+    """
     if section.quantization != "none" and importlib.util.find_spec("bitsandbytes") is None:
         raise InputError(f"quantization: {section.quantization} needs bitsandbytes: pip install bitsandbytes")
     if section.adapter:
@@ -99,7 +100,8 @@ def without_videos(kind: Any) -> Any:
 
     class PicturesAlone(kind):
         """Its constructor is given None for that part, and has the attribute; what loads and saves it has not. The
-        part's config is saved as it was read."""
+        part's config is saved as it was read.
+        """
 
         videos: dict[str, Any] | None = None
 
@@ -174,7 +176,8 @@ def with_pad(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
 
 def check_tokenizer_fits(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, name: str, *rows: Any) -> None:
     """Raises InputError if model `name` of this config lacks an id of the rows, or the tokenizer's bos, eos or pad.
-    What that has besides does no harm: the one of Gemma 3 1B has a placeholder for pictures."""
+    What that has besides does no harm: the one of Gemma 3 1B has a placeholder for pictures.
+    """
     size = config.get_text_config().vocab_size
     used = [tokenizer.bos_token_id, tokenizer.eos_token_id]
     if max(tokenizer.get_vocab().values()) >= size:
@@ -193,7 +196,8 @@ def drawable_ids(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -
 
 def check_same_vocabulary(student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase) -> None:
     """Raises InputError unless both tokenizers map the same tokens to the same ids. The sizes of the models'
-    vocabularies may differ, as padding does; equal sizes prove nothing."""
+    vocabularies may differ, as padding does; equal sizes prove nothing.
+    """
     ours, theirs = ({i: token for token, i in tokenizer.get_vocab().items()} for tokenizer in (student, teacher))
     if differing := sorted(i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i)):
         i = differing[0]
@@ -266,7 +270,8 @@ def load_model(
 
 def with_saved_adapter(model: Any, section: ModelSection, trainable: bool) -> Any:
     """Return the model with the adapter that its section names, or unchanged where it names none. The model may be on
-    the meta device: the adapter's weights are read all the same. Raises InputError where the adapter does not fit."""
+    the meta device: the adapter's weights are read all the same. Raises InputError where the adapter does not fit.
+    """
     if not section.adapter:
         return model
     without_memory = next(model.parameters()).is_meta
@@ -289,7 +294,8 @@ def with_saved_adapter(model: Any, section: ModelSection, trainable: bool) -> An
 
 def _check_loaded(model: Any, section: ModelSection, without_memory: bool) -> None:
     """Raises InputError where PEFT has left out weights of an adapter's file, or found none for layers of the base: it
-    warns of the one, and says nothing of the other."""
+    warns of the one, and says nothing of the other.
+    """
     options = {"torch_device": "cpu", "low_cpu_mem_usage": without_memory}
     found = model.load_adapter(section.adapter, model.active_adapter, **options)
     for names, one in ((found.unexpected_keys, "base"), (found.missing_keys, "adapter")):
@@ -453,7 +459,8 @@ def _options(section: ModelSection) -> dict[str, Any]:
 
 def weights_dtype(section: ModelSection, config: PreTrainedConfig, whole: bool, device: torch.device) -> torch.dtype:
     """What weights are loaded as. `default`: float32 where all are trained (`whole`), otherwise bfloat16 on GPU and
-    float32 on CPU."""
+    float32 on CPU.
+    """
     if section.dtype == "default":
         return torch.bfloat16 if device.type != "cpu" and not whole else torch.float32
     if section.dtype == "auto":

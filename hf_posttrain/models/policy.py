@@ -99,7 +99,8 @@ def align_generation(model: nn.Module, tokenizer: PreTrainedTokenizerBase, ends:
 def generation_config(model: nn.Module, ends: list[int]) -> GenerationConfig:
     """What the model generates by from now on: its own config, which the user may have replaced, with `ends` where that
     has no eos. A copy that HF can save: one that it refuses is made to sample (for a temperature without it, as in some
-    releases), or else replaced."""
+    releases), or else replaced.
+    """
     inner = forward.causal_lm(model)
     wrapper = forward.unwrapped(model)
     # on an adapter's wrapper it counts before that of the model inside

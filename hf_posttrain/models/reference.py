@@ -133,7 +133,8 @@ class FrozenAdapterReference:
     @contextmanager
     def __call__(self, policy: peft.PeftModel) -> Iterator[None]:
         """The copy in the trained adapter's place inside; what was trainable is trainable again outside. Raises
-        InputError where a later trainer of this policy has made another copy."""
+        InputError where a later trainer of this policy has made another copy.
+        """
         if policy.peft_config.get(COPY) is not self.config:
             raise InputError("a later trainer of this model has replaced the reference: build this trainer once more")
         if policy.active_adapter != self.trained:

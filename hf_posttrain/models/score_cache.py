@@ -102,7 +102,8 @@ def cached(
 
 def _saved(folder: Path, count: int) -> datasets.Dataset | None:
     """The rows in a folder, if it has them all: tidied up or full disks leave folders without files, or with part of
-    one, which Arrow reads up to where it ends."""
+    one, which Arrow reads up to where it ends.
+    """
     try:
         rows = datasets.load_from_disk(str(folder))
         return rows if len(rows) == count else None  # type: ignore[return-value]

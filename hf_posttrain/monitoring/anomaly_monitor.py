@@ -153,7 +153,8 @@ class AnomalyMonitor(TrainerCallback):
 
     def _save(self, path: Path) -> str | None:
         """Write `broken` for `torch.load`: step, loss, rows (their `index` in the prepared data, -1 where it has none),
-        text (of each row of tokens) and the tensors themselves. Returns, in a line, why it could not be kept."""
+        text (of each row of tokens) and the tensors themselves. Returns, in a line, why it could not be kept.
+        """
         assert self.broken is not None
         step, loss, batch = self.broken
         try:

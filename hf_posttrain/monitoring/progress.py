@@ -52,7 +52,8 @@ def figures(logs: Mapping[str, Any], key_metrics: Mapping[str, str]) -> str:
 
 def results(logs: Mapping[str, Any], keys: Mapping[str, str]) -> str:
     """The same of an evaluation, of whichever data set: loss, exact match, key metrics, and what compute_metrics gives
-    (none of whose names has a slash, as our own do)."""
+    (none of whose names has a slash, as our own do).
+    """
     shown = []
     for key, value in logs.items():
         # keys begin with eval_ or eval_NAME_, so a key metric is known by how its key ends
@@ -172,7 +173,8 @@ def _make_bar(total: int, form: str, **options: Any) -> Any:
 
 def replace_callback(trainer: Any, key_metrics: Mapping[str, str]) -> None:
     """Replace the callback that HF's Trainer has just added, for bars or (disable_tqdm) for printing, by ours of that
-    kind. The caller's own callbacks stay, and so does a notebook's table."""
+    kind. The caller's own callbacks stay, and so does a notebook's table.
+    """
     # the last one of exactly these classes: a subclass is the caller's own
     ours: dict[type, type[Any]] = {ProgressCallback: ProgressBar, PrinterCallback: LogLines}
     default = next((one for one in reversed(trainer.callback_handler.callbacks) if type(one) in ours), None)
@@ -214,7 +216,8 @@ class Throughput:
 
     def read(self, processes: int) -> tuple[Tensor, Tensor] | None:
         """Of the interval since the last call: ([tokens, seconds / processes], whose sums over the ranks give tokens a
-        second; GiB at the peak so far). None where no token was counted. Nothing waits for the device."""
+        second; GiB at the peak so far). None where no token was counted. Nothing waits for the device.
+        """
         now = time.perf_counter()
         tokens = self.tokens
         seconds = (now - self.since) / processes

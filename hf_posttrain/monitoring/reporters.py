@@ -55,7 +55,8 @@ def wandb_id() -> str | None:
 @contextmanager
 def wandb_environment(run_id: str | None) -> Iterator[None]:
     """Inside, W&B goes on with the run of this id, and is waited for at the end for ten minutes at most; what the
-    environment says already stays."""
+    environment says already stays.
+    """
     wanted = {"WANDB_FINISH_TIMEOUT": "600"}
     if run_id is not None and "WANDB_RUN_ID" not in os.environ:
         wanted |= {"WANDB_RUN_ID": run_id, "WANDB_RESUME": "allow"}

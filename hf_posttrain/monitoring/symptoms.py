@@ -4,7 +4,8 @@ A history is the training logs so far, oldest first: each with `step`, `rows` (t
 A symptom is found by a pure function from a history to the figures that show it, as text, or None. One odd log is no
 symptom: every function wants several in a row.
 
-NaN losses are found in `anomaly_monitor`, which also warns and stops. Nothing here imports torch, so recipes are checked fast.
+NaN losses are found in `anomaly_monitor`, which also warns and stops. Nothing here imports torch, so recipes are
+checked fast.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -60,7 +61,8 @@ def kl_zero(history: History) -> str | None:
 
 def no_learning(history: History) -> str | None:
     """Rewards stay at 0 although the learning rate has passed its warm-up: it is meant for another kind of training
-    (LoRA wants ten times that of all weights), or bf16 weights swallow the updates."""
+    (LoRA wants ten times that of all weights), or bf16 weights swallow the updates.
+    """
     logs = history[_peak(history) :]
     if len(logs) < 5 or logs[-1]["step"] - logs[0]["step"] < 50:
         return None
@@ -74,7 +76,8 @@ def no_learning(history: History) -> str | None:
 
 def label_leak(history: History) -> str | None:
     """From the second log on, and on rows that were never seen before, every preference is predicted right: by a mark
-    of the label, such as a length, a template, a truncated end, or the model that wrote the answer."""
+    of the label, such as a length, a template, a truncated end, or the model that wrote the answer.
+    """
     # without the first log, where policy and reference are equal
     logs = [log for log in history[1:] if log.get("epoch", 0.0) <= 1]
     accuracy = [log.get("rewards/accuracies", 0.0) for log in logs]
@@ -97,7 +100,8 @@ def clipped_rollouts(history: History) -> str | None:
 
 def empty_rollouts(history: History) -> str | None:
     """Rollouts are a terminal token alone: the prompt looks finished to the student (it ends in a turn end, or the
-    template adds no opening of the answer), or the student has collapsed into silence."""
+    template adds no opening of the answer), or the student has collapsed into silence.
+    """
     logs = _last(history, 3, "rows", 64)
     # the terminal token counts into the length; a rollout that is cut after one token has not ended
     short = logs and all(log.get("generation/length", 2.0) <= 1.1 for log in logs)
@@ -108,7 +112,8 @@ def empty_rollouts(history: History) -> str | None:
 
 def no_eos(history: History) -> str | None:
     """The student cannot know how answers end: its terminal token is another one than those that count, or it is a
-    base model that has never seen any."""
+    base model that has never seen any.
+    """
     ended = any(log.get("generation/stopped", 1.0) > 0 for log in history)
     return "generation/stopped 0 in all logs" if _last(history, 5, "rows", 128) and not ended else None
 

@@ -41,7 +41,8 @@ def check_inputs(recipe: Recipe, training: bool = False) -> None:
 
 def configure(recipe: Recipe, training: bool = False) -> tuple[Any, Any]:
     """(trainer class, the method's Config), after `check_inputs`. Raises InputError for what is wrong in the recipe
-    alone, and for a training whose checkpoint is not whole."""
+    alone, and for a training whose checkpoint is not whole.
+    """
     check_inputs(recipe, training)
     method = METHODS[recipe.method]
     imported(method.module)
@@ -77,7 +78,8 @@ def _with_rounds(recipe: Recipe, config: "PostTrainConfig") -> tuple[Any, Any]:
 
 def of_any_machine(recipe: Recipe) -> Recipe:
     """The recipe without those keys of its train section that want a launcher or a GPU and do not change the data; what
-    is as large as fp16 and runs on CPU is bf16."""
+    is as large as fp16 and runs on CPU is bf16.
+    """
     wanting = (
         "deepspeed",
         "fsdp",
@@ -115,7 +117,8 @@ def imported(module: str) -> Any:
 
 def check_models(recipe: Recipe, config: Any = None) -> tuple[Any, Any]:
     """(tokenizer, LoRA config or None), after everything about both models that shows without weights; with the config
-    of a run, its vLLM server must be there and serve such adapters. Raises InputError."""
+    of a run, its vLLM server must be there and serve such adapters. Raises InputError.
+    """
     import torch
 
     from ..data.chat import check_switches

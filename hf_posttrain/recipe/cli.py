@@ -135,7 +135,8 @@ class Parser(argparse.ArgumentParser):
 
     def add_shared(self, *names: str) -> None:
         """Options that several commands have: `columns` (pairs of names), `chat_template` (a file that renders) and
-        `chat_template_kwargs` (a mapping)."""
+        `chat_template_kwargs` (a mapping).
+        """
         for name in names:
             self.add_argument(f"--{name}", **_SHARED[name])
 
@@ -150,7 +151,8 @@ def tell(text: str) -> None:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """`argv` (None: of the process) -> recipe (a path), overrides (texts `section.key=value`) and the options. Raises
-    InputError for an unknown option (with the nearest), options that do not go together, and no recipe."""
+    InputError for an unknown option (with the nearest), options that do not go together, and no recipe.
+    """
     parser = Parser(
         prog="hf-posttrain",
         usage=_USAGE,

@@ -28,7 +28,8 @@ def prepare_data(
     recipe: Recipe, trainer_class: type[PostTrainer], tokenizer: PreTrainedTokenizerBase, config: PostTrainConfig
 ) -> tuple[dict, dict]:
     """({"train": rows, "eval": rows} as the trainer takes them, the same raw). Raises InputError for the first bad file
-    or row."""
+    or row.
+    """
     rows = {}
     raw = {}
     # one process of each machine tokenises, and the others find its cache

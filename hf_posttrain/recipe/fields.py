@@ -67,7 +67,8 @@ Fields = Mapping[str, Field]
 
 def fields_of(dataclass_type: Any) -> dict[str, Field]:
     """The fields that a dataclass is made with, without those that are no keys (`of_python`, or `hidden`). One that
-    HfArgumentParser takes without a value (`--fsdp`), for which it becomes `const`, takes true and false too."""
+    HfArgumentParser takes without a value (`--fsdp`), for which it becomes `const`, takes true and false too.
+    """
     hints = typing.get_type_hints(dataclass_type)
     switches = [f.name for f in dataclasses.fields(dataclass_type) if f.metadata.get("const") is True]
     hints |= {name: bool | hints[name] for name in switches}

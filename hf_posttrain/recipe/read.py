@@ -118,7 +118,8 @@ def read_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
 
 def _with_compared(tree: dict[Any, Any], places: dict[str, Any]) -> dict[Any, Any]:
     """Return the tree of a recipe whose section `teacher` has only keys of the teacher itself: options of how student
-    and teacher are compared go to `train.teacher`. Raises InputError for one that is given in both."""
+    and teacher are compared go to `train.teacher`. Raises InputError for one that is given in both.
+    """
     section = tree.get("teacher")
     train = tree.get("train") or {}
     if not isinstance(section, dict) or not isinstance(train, dict):
@@ -170,7 +171,8 @@ def _normalised(path: Path) -> str:
 
 def train_config(recipe: Recipe, config_class: Any) -> Any:
     """The method's Config from `recipe.train`, its values converted to the fields' types (`"5e-7"` is a float). Raises
-    InputError for an unknown name, a wrong type, a contradiction that the class finds, or a package that is missing."""
+    InputError for an unknown name, a wrong type, a contradiction that the class finds, or a package that is missing.
+    """
     values = build(fields_of(config_class), recipe.train, "train", recipe.where, partial(_advise, recipe.method))
     values = with_teacher_options(recipe, values)
     try:

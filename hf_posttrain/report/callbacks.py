@@ -334,7 +334,8 @@ def find_obstacle(trainer: TrainerInterface) -> str | None:
 
 def pick_questions(rows: AnyDatasets) -> list[tuple[Prompt, list[int]]]:
     """(prompt, ids of the right answer, or none) of a few prepared rows, packed or not: evenly spread over a data
-    set (of a dict the first), the first of a stream."""
+    set (of a dict the first), the first of a stream.
+    """
     if isinstance(rows, dict):
         rows = next(iter(rows.values()))
     if isinstance(rows, datasets.Dataset):

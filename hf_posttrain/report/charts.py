@@ -67,7 +67,8 @@ class Chart(NamedTuple):
 
 def make_charts(histories: Mapping[str, History]) -> list[Chart]:
     """Charts of one run: training solid, evaluation dashed in the same colour. Of several: one for each metric and
-    split, with a line for each run. histories: name of a run -> what it logged."""
+    split, with a line for each run. histories: name of a run -> what it logged.
+    """
     known = {metric for kind in KINDS for metric in kind.metrics} | {*REPEATED}
     others = [name for name in list_metrics(*histories.values()) if name not in known]
     found: dict[tuple[str, str, str], list[Line]] = {}
@@ -96,7 +97,8 @@ def list_metrics(*histories: History) -> list[str]:
 
 def thin(series: Series, limit: int) -> Series:
     """At most `limit` points, all of them logged: the first, the last, and of each stretch between them its least and
-    greatest, so that a spike stays. What is not finite counts as the greatest."""
+    greatest, so that a spike stays. What is not finite counts as the greatest.
+    """
     count = len(series.steps)
     if count <= limit:
         return series
@@ -149,7 +151,8 @@ def draw_svg(chart: Chart) -> str:
 
 def _take_shapes(drawn: str, chart: Chart) -> Iterator[str]:
     """Of a chart as matplotlib's SVG: the shapes of artists whose gid is a CSS class, without colours, fonts and ids,
-    since the page's style sheet colours them, for light and for dark."""
+    since the page's style sheet colours them, for light and for dark.
+    """
     svg = "{http://www.w3.org/2000/svg}"
     # What the marks say, in the order in which they are drawn
     marks = (

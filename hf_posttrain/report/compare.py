@@ -80,7 +80,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def render_comparison(folders: Sequence[Path], output: Path) -> tuple[str, list[str]]:
     """(the page, lines of its table of last values); its links to reports are relative to `output`. Raises InputError
-    for fewer than two runs, or none."""
+    for fewer than two runs, or none.
+    """
     if len({folder.resolve() for folder in folders}) < 2:
         raise InputError("compare needs at least two different runs: hf-posttrain compare outputs/a outputs/b")
     # In the page a run is told by its name, in the order of the command.
@@ -177,7 +178,8 @@ def _explain_other_tokens(runs: list[Run]) -> list[str]:
 
 def rank_last_values(runs: list[Run], reason: str) -> list[tuple[str, list[tuple[str, bool]]]]:
     """(metric and split, for each run its value and: is it the best?), the latter among evaluations that measure the
-    same. reason: of `explain_incomparable`; with one, losses get no mark."""
+    same. reason: of `explain_incomparable`; with one, losses get no mark.
+    """
     answers = {str(run.record["eval_answers"]) for run in runs if run.record.get("eval_answers")}
     marked: tuple[str, ...] = OF_ANSWERS if len(_evaluated(runs)) == 1 and len(answers) < 2 else ()
     judged = [[run.in_rounds.get(name) for name in SAMPLING] for run in runs]

@@ -112,7 +112,8 @@ def list_facts(run: Run) -> list[tuple[str, str, str]]:
 
 def _line_of_divergence(run: Run) -> list[tuple[str, str, str]]:
     """Exact match against the square root of the KL to the teacher, where evaluations have both: near a line
-    (arXiv 2609.32722), whose constant is what a student equal to the teacher would reach."""
+    (arXiv 2609.32722), whose constant is what a student equal to the teacher would reach.
+    """
     right, apart = (run.history.get(f"eval_{name}") for name in ("exact_match", "distill/reverse_kl"))
     if not (right and apart):
         return []

@@ -41,7 +41,8 @@ History: TypeAlias = Mapping[str, Series]  # key of the log, such as eval_loss -
 
 def read_history(log: Iterable[dict[str, Any]]) -> History:
     """Every number of a log_history (trainer_state.json) but times and totals. Of two at one step the earlier: the
-    later are of the best weights, which are loaded at the end."""
+    later are of the best weights, which are loaded at the end.
+    """
     found: dict[str, dict[float, float]] = {}
     for entry in log:
         for key, value in _curves(entry).items():
@@ -58,7 +59,8 @@ def _adapter(folder: Path) -> str | None:
 
 def _curves(entry: dict[str, Any]) -> dict[str, float]:
     """The numbers of an entry of the log that belong to curves; those of an evaluation by a prefix of the user's begin
-    with eval_ all the same."""
+    with eval_ all the same.
+    """
     numbers = {key: float(value) for key, value in entry.items() if isinstance(value, int | float)}
     prefix = next((key.removesuffix("_runtime") for key in numbers if key.endswith("_runtime")), "eval")
     front = "" if prefix in ("eval", "train") or prefix.startswith("eval_") else "eval_"
@@ -195,7 +197,8 @@ def _last_values(state: dict[str, Any], history: History, best_step: int | None)
 
 def _latest(files: Sequence[Path]) -> tuple[Path, dict[str, Any]]:
     """The latest trainer_state.json and what it holds: of one run that with the longest log, since a copy's files have
-    other times; of two runs the file that was written last."""
+    other times; of two runs the file that was written last.
+    """
     states = {file: _read_json(file) for file in files}
     logs = {file: json.dumps(state.get("log_history", []))[:-1] for file, state in states.items()}  # as text, for NaN
     newest = max(files, key=lambda file: file.stat().st_mtime)
@@ -206,7 +209,8 @@ def _latest(files: Sequence[Path]) -> tuple[Path, dict[str, Any]]:
 
 def _started(file: Path, record: dict[str, Any]) -> float | None:
     """When the run of run.json began, in seconds since 1970; None where that is not known, or where its files have the
-    times of another clock, as from an archive."""
+    times of another clock, as from an archive.
+    """
     began = datetime.fromisoformat(record["started"]).timestamp() if "started" in record else None
     return None if began is None or file.stat().st_mtime < began else began
 

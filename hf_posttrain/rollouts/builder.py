@@ -41,7 +41,8 @@ class RolloutBuilder:
         self, read: Callable[[Any, int], list[RolloutBatch]], epoch_iterator: Any, count: int
     ) -> list[RolloutBatch]:
         """Return the prompts of a step from `read`. With a sampler that prefetches, those of the next step in the same
-        epoch are read as well."""
+        epoch are read as well.
+        """
         if not self.trainer.args.sampler.prefetch:
             return read(epoch_iterator, count)
         batches = self.upcoming if self.epoch_iterator is epoch_iterator else []

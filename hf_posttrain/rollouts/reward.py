@@ -28,7 +28,8 @@ class Reward:
         self, tokenizer: PreTrainedTokenizerBase, rows: Sequence[dict[str, Any]], rollouts: Sequence[Rollout]
     ) -> Tensor:
         """[prompts, K], of the rollouts of each row's prompt. Raises InputError where the function gives other than a
-        finite number for each."""
+        finite number for each.
+        """
         decode = lambda ids: tokenizer.decode(ids, skip_special_tokens=True)  # noqa: E731
         texts = [
             (decode(one.prompt), decode(each.ids), decode(row["completion_ids"]) if row.get("completion_ids") else None)
@@ -41,5 +42,5 @@ class Reward:
 
 
 def group_advantage(grades: Tensor) -> Tensor:
-    """r less the mean of its prompt, [prompts, K]."""
+    """R less the mean of its prompt, [prompts, K]."""
     return grades - grades.mean(1, keepdim=True)

@@ -106,7 +106,8 @@ class VLLMSampler:
 
     def synchronise(self) -> None:
         """Give vLLM the policy as it is now, and see now and then that it has arrived. All ranks call it. Raises
-        InputError where it has not."""
+        InputError where it has not.
+        """
         if self.sent == 0:
             self._open()
             if self.lora:
@@ -148,7 +149,8 @@ class VLLMSampler:
 
     def _gaps(self) -> tuple[list[tuple[float, float]], float, str]:
         """By how much log-probabilities that vLLM gives for what it samples differ from the student's own, as ([(mean,
-        largest) of each rank], what rounding may do, in which dtype). All ranks call it."""
+        largest) of each rank], what rounding may do, in which dtype). All ranks call it.
+        """
         trainer = self.trainer
         inner = scoring.causal_lm(self.trainer.model)
         draw = some_ids(inner)
@@ -210,7 +212,8 @@ class VLLMSampler:
 
     def _write(self, change: Any = None) -> Path:
         """The policy as it is now, or its adapter alone, to a new folder, which is returned. All ranks call it. change:
-        (name, weight) -> what is written in its place."""
+        (name, weight) -> what is written in its place.
+        """
         self.count += 1
         first = self.trainer.is_world_process_zero()
         folder = self.folder / str(self.count)

@@ -22,7 +22,8 @@ class VLLMInProcessSampler(VLLMSampler):
 
     def _open(self) -> None:
         """Start vLLM's engine with the student's config and random weights; the base of a LoRA policy, which never
-        changes, is sent now."""
+        changes, is sent now.
+        """
         self.llm = self._start()
         self._give_weights(scrambled)
         if self.lora:
@@ -42,7 +43,7 @@ class VLLMInProcessSampler(VLLMSampler):
         self.llm.reset_prefix_cache()
 
     def _start(self) -> Any:
-        """vLLM's engine with the student's config and random weights."""
+        """VLLM's engine with the student's config and random weights."""
         from vllm import LLM
 
         trainer = self.trainer

@@ -13,7 +13,8 @@ from ..trainer.interface import TrainerInterface
 
 def whole_weights_on_first(trainer: TrainerInterface, dtype: str | None, change: Any = None) -> dict[str, Tensor]:
     """The policy's weights in the hub's format on CPU, in `dtype` (None: their own), on the first rank; others get
-    none. Never more than one of them is whole on a GPU. All ranks call it. change: (name, weight) -> another."""
+    none. Never more than one of them is whole on a GPU. All ranks call it. change: (name, weight) -> another.
+    """
     first = trainer.is_world_process_zero()
     found = {}
     with torch.no_grad():

@@ -24,7 +24,8 @@ def record(
     trainer: Any, prompts: datasets.Dataset, judged: list[ScoredCompletions], paired: SelectedRows, seconds: float
 ) -> None:
     """Log the round that the trainer has just made; of those over all prompts write N.jsonl, with every answer, and
-    rounds.json. All ranks call it."""
+    rounds.json. All ranks call it.
+    """
     found = summarise(judged, trainer.terminal_ids)
     number = trainer.round.number + 1
     found |= {"rows": float(paired.count), "left_out": float(paired.left_out.total())}
@@ -69,7 +70,8 @@ def record(
 
 def _warn_of_fall(entry: dict[str, Any], earlier: list[dict[str, Any]]) -> None:
     """Warn where answers score clearly worse than those of an earlier round: by four standard errors of the
-    difference."""
+    difference.
+    """
     best = max(earlier, key=lambda one: one["score"], default=None)
     if not best or "score_error" not in entry:
         return
@@ -85,7 +87,8 @@ def _answer_rows(
     trainer: Any, prompts: datasets.Dataset, judged: list[ScoredCompletions], paired: SelectedRows
 ) -> Iterator[dict[str, Any]]:
     """A row for each answer, as `hf-posttrain judge` writes them, with `used`: 1 as the better one or alone, -1 as the
-    worse one."""
+    worse one.
+    """
     for prompt, one, rows in zip(prompts, judged, paired.rows, strict=True):
         better = {row.answers[0] for row in rows if row.label is not False}
         worse = {row.answers[-1] for row in rows if len(row.answers) > 1 or row.label is False}
@@ -103,7 +106,8 @@ def known_scores(judged: list[ScoredCompletions]) -> list[list[float]]:
 
 def summarise(judged: list[ScoredCompletions], ends: list[int]) -> dict[str, float]:
     """Means over prompts' answers: of their scores, of the best score of each prompt, of the share that ended by
-    themselves, and of their lengths in tokens."""
+    themselves, and of their lengths in tokens.
+    """
     answers = [ids for one in judged for ids in one.answers]
     scores = known_scores(judged)
     found: dict[str, Any] = {

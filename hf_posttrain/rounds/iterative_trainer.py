@@ -86,7 +86,8 @@ def in_rounds(trainer_class: Any, section: Any) -> Any:
 
 def with_section(args: Any, section: RoundsSection) -> Any:
     """A copy of a method's Config that describes all rounds; the Config itself where it is one already. Raises
-    InputError for what does not go with rounds."""
+    InputError for what does not go with rounds.
+    """
     if getattr(args, "rounds", None) is section:
         return args
     args = copy.copy(args)
@@ -162,7 +163,8 @@ class InRounds(PostTrainer, SamplingInterface):
         cls, rows: AnyDataset, tokenizer: PreTrainedTokenizerBase, args: PostTrainConfig, name: str
     ) -> Any:
         """Prompts, with the right answers of the data where they have them. Raises InputError where the judge wants one
-        that is missing."""
+        that is missing.
+        """
         made = prepare(rows, cls.reads, tokenizer, args, name)
         if cls.section.judge.by == "exact_match":
             check_answered(made, tokenizer, f"{name}: judge exact_match compares with completions of the data")
@@ -187,7 +189,8 @@ class InRounds(PostTrainer, SamplingInterface):
     @property
     def windows(self) -> list[int]:
         """The micro-batches of each optimizer step of a pass over the prompts, on each rank: the last may have
-        fewer."""
+        fewer.
+        """
         count = self.args.gradient_accumulation_steps
         rows = self.args.train_batch_size * self.args.world_size
         batches = len(self.train_dataset) / rows
@@ -258,7 +261,8 @@ class InRounds(PostTrainer, SamplingInterface):
 
     def _deal(self) -> list[np.ndarray]:
         """Numbers of the rows of each step of the round: each pass over them in another order, dealt out by the steps'
-        micro-batches, and one row at least to each step."""
+        micro-batches, and one row at least to each step.
+        """
         steps = self.steps_of(self.round.number)
         size = len(self.round.rows)
         windows = self.windows

@@ -150,8 +150,9 @@ def _attend_one_by_one(
     dropout: float,
     picture: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """sdpa of each piece: queries, gathered keys and values [L, heads, D] -> [1, L, heads, D]. picture: of each query
-    and key the number of its picture, where their tokens see each other."""
+    """Sdpa of each piece: queries, gathered keys and values [L, heads, D] -> [1, L, heads, D]. picture: of each query
+    and key the number of its picture, where their tokens see each other.
+    """
     found: list[Tensor] = []
     # in one dtype, at once: autocast would cast each piece; without AMX a CPU is slower in bf16, 1.05x in KTO
     kind = dtype = states[2].dtype
@@ -185,7 +186,8 @@ def _behind(
     queries: int, keys: int, window: int | None, device: torch.device, same: Tensor | None = None
 ) -> Tensor | None:
     """[1, 1, queries, keys] bool, which keys are not behind a query, the last of which sees all; None: plain causal.
-    same [queries, keys]: those that are seen behind it too."""
+    same [queries, keys]: those that are seen behind it too.
+    """
     if same is None and queries == keys and (window is None or keys <= window):
         return None
     seen = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=device).tril(keys - queries)

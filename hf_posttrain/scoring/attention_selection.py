@@ -43,7 +43,8 @@ def undo_choice(model: PreTrainedModel) -> bool:
 
 def avoid_cudnn(device: torch.device) -> None:
     """On a GPU, no cuDNN as a backend of sdpa: on Hopper it plans anew for each shape, 0.4 to 1 s each time. The
-    environment variable TORCH_CUDNN_SDPA_ENABLED=1 keeps it."""
+    environment variable TORCH_CUDNN_SDPA_ENABLED=1 keeps it.
+    """
     if device.type != "cpu":
         torch.backends.cuda.enable_cudnn_sdp(os.environ.get("TORCH_CUDNN_SDPA_ENABLED") == "1")
 

@@ -49,7 +49,8 @@ MOST_ROWS = 8
 @contextmanager
 def few_rows(model: nn.Module) -> Iterator[None]:
     """Inside, linear layers on CPU multiply a few float32 rows in the order that is quick: MKL reads the weight once if
-    it stands on the left. 1.32x in OPD, whose decoding is that."""
+    it stands on the left. 1.32x in OPD, whose decoding is that.
+    """
     chosen = []
     if not torch.is_autocast_enabled("cpu"):
         for layer in model.modules():

@@ -24,13 +24,14 @@ BLOCK = 128  # tokens
 @cache
 def _compiled() -> Callable[..., Any]:
     """flex_attention, compiled once for all models, layers and shapes: one for each shape would run into dynamo's limit
-    of 8 recompilations, and then without compilation in memory of heads x L x L."""
+    of 8 recompilations, and then without compilation in memory of heads x L x L.
+    """
     return torch.compile(flex.flex_attention, dynamic=True)
 
 
 @cache
 def _softcapped(cap: float) -> Callable[..., Any]:
-    """cap * tanh(score / cap), the same function for the same cap: dynamo compiles for each anew."""
+    """Cap * tanh(score / cap), the same function for the same cap: dynamo compiles for each anew."""
     return lambda score, *_: cap * torch.tanh(score / cap)
 
 
@@ -47,7 +48,8 @@ def attend_by_block(
 ) -> tuple[Tensor, None]:
     """flex_attention of one row; with a mask that is none of its own (in generation), attention written out.
     [R, heads, L, D] -> [R, L, heads, D]. Raises RuntimeError where the model wants what it does not compute (gpt-oss),
-    InputError for dropout."""
+    InputError for dropout.
+    """
     if unknown := [name for name in ("s_aux", "position_bias") if kwargs.get(name) is not None]:
         raise RuntimeError(f"{type(module).__name__} attends with {unknown[0]}")
     if dropout:

@@ -185,7 +185,8 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 def products(model: nn.Module, device: torch.device) -> Iterator[tuple[nn.Linear, torch.dtype]]:
     """Linear layers whose float32 weights autocast, if it is on, rounds at each use, and to which dtype. Not those of
-    which an adapter reads the weights themselves, as DoRA takes their norm."""
+    which an adapter reads the weights themselves, as DoRA takes their norm.
+    """
     if torch.is_autocast_enabled(device.type):
         plain = lambda part: hasattr(part, "lora_A") and not len(getattr(part, "lora_magnitude_vector", ()))  # noqa: E731
         adapted = (part for part in model.modules() if hasattr(part, "base_layer") and not plain(part))
@@ -198,7 +199,8 @@ def products(model: nn.Module, device: torch.device) -> Iterator[tuple[nn.Linear
 @contextmanager
 def rounded_products(model: nn.Module) -> Iterator[None]:
     """Inside, weights that autocast rounds at each use are rounded once: the same numbers, and half of what a token
-    reads in generation. 1.5x in OPD with bf16 on CPU."""
+    reads in generation. 1.5x in OPD with bf16 on CPU.
+    """
     kept = []
     try:
         for layer, low in products(model, causal_lm(model).device):

@@ -44,7 +44,8 @@ def memory(device: torch.device) -> int | None:
 
 def tile_rows(vocabulary: int, memory: int | None) -> int:
     """Tokens of a tile, from a GPU's memory in bytes. Each tile reads the head's weights again: there few are better,
-    up to 4096 tokens, in whole blocks of a matrix product. On CPU a tile should stay in the cache."""
+    up to 4096 tokens, in whole blocks of a matrix product. On CPU a tile should stay in the cache.
+    """
     if memory is None:
         return max(1, TILE_ELEMENTS // vocabulary)
     return min(max(int(memory * TILE_SHARE) // (BYTES_PER_LOGIT * vocabulary) // 128 * 128, 128), 4096)
@@ -57,12 +58,13 @@ def kept_logits(memory: int | None, itemsize: int) -> int:
 
 def is_exact(states: Tensor) -> bool:
     """Is `product` of such states float32, though they are not? On a GPU it costs nothing. A bf16 logit of 20 is known
-    to 0.06, which sums of log-probabilities and differences of two models feel."""
+    to 0.06, which sums of log-probabilities and differences of two models feel.
+    """
     return states.dtype in LOW and states.device.type in ("cuda", "meta")
 
 
 def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """a @ b, [n, k] and [k, m], without autograd."""
+    """A @ b, [n, k] and [k, m], without autograd."""
     if is_exact(a):
         return torch.mm(a, b, out_dtype=torch.float32, out=out)
     if a.device.type != "cpu" or a.dtype != torch.float32 or b.shape[1] <= WIDE:
@@ -74,7 +76,7 @@ def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b."""
+    """Total += a @ b."""
     if is_exact(a):
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     elif total.dtype == a.dtype:
@@ -355,7 +357,8 @@ class _HeadGradient:
 
 def _tile_buffers(hidden: Tensor, vocabulary: int) -> tuple[Tensor, ...]:
     """Memory [n, V] for a tile's product with the head, for the logits where they are more exact, and for their
-    gradient. One tile uses it after the other: on CPU fresh memory costs more than what fills it."""
+    gradient. One tile uses it after the other: on CPU fresh memory costs more than what fills it.
+    """
     shape = min(len(hidden), tile_rows(vocabulary, memory(hidden.device))), vocabulary
     exact = torch.promote_types(hidden.dtype, torch.float32)
     gradient = hidden.dtype if kernels(hidden) else exact  # a kernel rounds it as it writes
@@ -368,7 +371,8 @@ def _run_tile(
     head: LinearHead, tile: TileFunction, hidden: Tensor, rows: slice, need_grad: bool, buffers: tuple[Tensor, ...]
 ) -> tuple[Tile, Tensor]:
     """The tile's values, and d value / d (hidden W^T + b) as [n, V] in the head's dtype (empty if not needed): the next
-    tile overwrites it."""
+    tile overwrites it.
+    """
     part = hidden[rows]
     product, exact, gradient = (each[: len(part)] for each in buffers)
     logits = head.logits(part, product, exact)
@@ -401,7 +405,8 @@ def _promised_scale(grad: Tensor, weights: Tensor) -> Tensor:
 
 def check_promises() -> None:
     """Raises RuntimeError where a loss since the last call was not what `score_tokens` had been promised. Waits for the
-    device: call it where that waits anyway, as a log does."""
+    device: call it where that waits anyway, as a log does.
+    """
     found = list(_broken_promises)
     _broken_promises[:] = []
     if any(flag.item() for flag in found if flag.device.type != "meta"):

@@ -162,8 +162,9 @@ def _kl(
 def log_prob(
     logits: Tensor, targets: Tensor, temperature: float, vocabulary: int, gradient: Tensor | None, stats: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """logits [n, V], of which the first `vocabulary` count -> log-probability of the targets [n], entropy, and 1 where
-    the target is the argmax (both unset without `stats`). gradient [n, V] is overwritten with that of the first."""
+    """Logits [n, V], of which the first `vocabulary` count -> log-probability of the targets [n], entropy, and 1 where
+    the target is the argmax (both unset without `stats`). gradient [n, V] is overwritten with that of the first.
+    """
     value, entropy, correct = (logits.new_empty(len(logits), dtype=torch.float32) for _ in range(3))
     told_apart = 1e-4 - math.log(vocabulary)
     out = logits if gradient is None else gradient
@@ -197,7 +198,8 @@ def kl(
     gradient: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Logits of student [n, V] and teacher [n, V'], over the ids that both have -> KL(q, p) or KL(p, q), and the
-    log-probabilities of the targets by each, [n]. gradient [n, V] is overwritten with that of (1 - w) KL - w ln q."""
+    log-probabilities of the targets by each, [n]. gradient [n, V] is overwritten with that of (1 - w) KL - w ln q.
+    """
     value, student, theirs = (logits.new_empty(len(logits), dtype=torch.float32) for _ in range(3))
     size = min(logits.shape[-1], teacher.shape[-1])
     out = logits if gradient is None else gradient

@@ -279,7 +279,8 @@ def share_out(costs: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
 
 def _to_tensors(rows: list[list[Document]], pad_id: int, multiple: int) -> dict[str, Tensor]:
     """The tensors that all layouts have, of rows whose length is a multiple of `multiple`. Positions of padding go on
-    counting, but not beyond the largest real one, which may be the model's last."""
+    counting, but not beyond the largest real one, which may be the model's last.
+    """
     longest = max(sum(len(d.ids) for d in row) for row in rows)
     shape = len(rows), -(-longest // multiple) * multiple
     fill = {"ids": pad_id, "positions": 0, "targets": IGNORE, "weights": 0, "branch": 0}

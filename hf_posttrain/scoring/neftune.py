@@ -14,7 +14,8 @@ from .forward import causal_lm
 @contextmanager
 def embedding_noise(model: nn.Module, batch: MicroBatch, alpha: float) -> Iterator[None]:
     """Inside, the embeddings of a forward get uniform noise within alpha / sqrt(L H), where L is the length of the
-    token's own example. transformers takes that of the row, which holds several examples, or padding."""
+    token's own example. transformers takes that of the row, which holds several examples, or padding.
+    """
     lengths = example_lengths(batch)
 
     def add_noise(module: nn.Module, _: Any, output: Tensor) -> Tensor:
@@ -30,7 +31,8 @@ def embedding_noise(model: nn.Module, batch: MicroBatch, alpha: float) -> Iterat
 
 def example_lengths(batch: MicroBatch) -> Tensor:
     """[R, L]: how many tokens the prompt and the branch have together that a token is of. A prompt that several
-    branches share counts with the longest of them."""
+    branches share counts with the longest of them.
+    """
     reached = (batch.position_ids + 1) * (batch.router_weights > 0)
 
     def longest(begins: Tensor) -> Tensor:

@@ -43,7 +43,8 @@ ROUGHEST = 0.3
 
 class InFloat32(TorchFunctionMode):
     """Products, norms and attention in float32, whatever the weights' dtype, autocast or engine: for a check, in which
-    rounding would hide a fault. Each weight is cast when it is used; quantised ones keep their own products."""
+    rounding would hide a fault. Each weight is cast when it is used; quantised ones keep their own products.
+    """
 
     FUNCTIONS = frozenset(
         {
@@ -145,7 +146,8 @@ def token_logps(model: nn.Module, batch: MicroBatch, in_float32: bool) -> Tensor
 
 def within(measure: Callable[[bool], float], limits: tuple[float | None, float], what: str) -> bool:
     """Does `measure(in_float32)` find at most its limit, in float32 or, where a kernel takes none or the limit is None,
-    in the model's own precision? False where it fails in both: the log has the errors, `what` they are of."""
+    in the model's own precision? False where it fails in both: the log has the errors, `what` they are of.
+    """
     for in_float32, limit in zip((True, False), limits, strict=True):
         if limit is None:
             continue
@@ -162,7 +164,8 @@ def within(measure: Callable[[bool], float], limits: tuple[float | None, float],
 
 def check_finite(model: nn.Module, teacher: bool = False) -> None:
     """Raises InputError where weights or logits are no numbers, and where a teacher's logits are so low that a
-    divergence from it overflows."""
+    divergence from it overflows.
+    """
     inner = forward.causal_lm(model)
     name = type(inner).__name__.removeprefix("FSDP")
     broken = [place for place, weight in model.named_parameters() if not _is_finite(weight)]
@@ -239,7 +242,8 @@ def some_ids(model: PreTrainedModel) -> Callable[[int], list[int]]:
 
 def _check_rows(model: PreTrainedModel, max_length: int | None, pictures: VisionInputs | None = None) -> list[Example]:
     """Two prompts of other lengths with two answers, a short one, one that is longer than what a layer sees, if rows
-    may be that, and one with a picture, if the model sees."""
+    may be that, and one with a picture, if the model sees.
+    """
     config: Any = model.config.get_text_config()
     ids = some_ids(model)
     first = ids(5)

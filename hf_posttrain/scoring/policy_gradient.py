@@ -16,7 +16,8 @@ IMPORTANCE = 2.0
 @dataclass(frozen=True)
 class SampledPolicyGradient:
     """value = -sg(A) ln q of the sampled tokens, A = ln p - ln q + extra: with nothing extra its expected gradient is
-    that of the reverse KL."""
+    that of the reverse KL.
+    """
 
     targets: Tensor  # [N], the sampled tokens
     teacher: Tensor  # [N], the teacher's log-probabilities of them at the same temperature
@@ -37,8 +38,9 @@ class SampledPolicyGradient:
 
 
 def importance(student: Tensor, sampler: Tensor | None) -> Tensor | float:
-    """q / q of the sampler, at most IMPORTANCE: what a token counts that weights of before have sampled, [N]. sampler:
-    ln q of it, NaN where that is not known; None: they are the weights of now."""
+    """Q / q of the sampler, at most IMPORTANCE: what a token counts that weights of before have sampled, [N]. sampler:
+    ln q of it, NaN where that is not known; None: they are the weights of now.
+    """
     if sampler is None:
         return 1.0
     return (student - sampler).exp().clamp(max=IMPORTANCE).nan_to_num(nan=1.0)

@@ -67,14 +67,16 @@ def compute_by_piece(model: nn.Module) -> bool:
 
 def got_pieces(model: nn.Module) -> bool:
     """Was each layer that keeps a state told of pieces in the model's last forward? Some models do not hand on what
-    they are called with."""
+    they are called with.
+    """
     return all(getattr(layer, "got_pieces", False) for layer in stateful_layers(model))
 
 
 @dataclass
 class SegmentTables:
     """Where the pieces of a row are: tables of rows of about equal length, each [n, longest of them]. An index of -1 is
-    padding: of prompts on the left, of branches on the right."""
+    padding: of prompts on the left, of branches on the right.
+    """
 
     prompts: list[Tensor]  # places in the row; none where no branch has another piece before it
     branches: list[tuple[Tensor, Tensor]]  # the same, and [n] the prompt that each goes on from, as `prompts` have them

@@ -63,7 +63,7 @@ def dense(
     temperature: float,
     ce_coef: float,
 ) -> TileFunction:
-    """value = (1 - w) CE + w D(student, teacher), w = 1 - ce_coef; temperature divides both logits in D alone.
+    """Value = (1 - w) CE + w D(student, teacher), w = 1 - ce_coef; temperature divides both logits in D alone.
 
     stats: `divergence`, `student` and `teacher` (log-probabilities of the target at the temperature), and `ce`.
     The two KL divergences and JSD are differentiated by hand (`KL`), the others by autograd.
@@ -158,7 +158,7 @@ class KL:
 
 
 def at_temperature(logits: Tensor, temperature: float) -> Tensor:
-    """logits / temperature, [n, V]."""
+    """Logits / temperature, [n, V]."""
     return logits if temperature == 1 else logits / temperature
 
 

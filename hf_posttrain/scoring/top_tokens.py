@@ -17,7 +17,8 @@ from .teacher_tiles import at_temperature, differentiated, with_cross_entropy
 @dataclass(frozen=True)
 class TopTokens:
     """Tile function: the K largest log-probabilities at a temperature and their ids, as stats of [n, K]; its value is
-    that of the targets, or of the largest."""
+    that of the targets, or of the largest.
+    """
 
     k: int
     temperature: float

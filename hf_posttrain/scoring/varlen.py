@@ -14,7 +14,8 @@ GQA: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(
 @torch.compiler.assume_constant_result  # traced, it would ask the driver, and warn of the cache
 def has_varlen_kernel(device: torch.device) -> bool:
     """Return whether a device computes all pieces of a row in one call of `varlen_attn`, in half precision. NVIDIA's do
-    from Ampere on; the meta device stands for them."""
+    from Ampere on; the meta device stands for them.
+    """
     return _has_varlen_kernel(device)
 
 

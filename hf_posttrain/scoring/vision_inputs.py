@@ -23,7 +23,8 @@ from ..errors import InputError
 class VisionInputs:
     """How a model takes pictures. rope: an empty model of its class, whose method says positions, or None. always: a
     batch without pictures has a blank one, of which nothing is seen: an engine that cuts the tower gathers it on all
-    ranks, and one that averages gradients waits for those of a tower that is trained."""
+    ranks, and one that averages gradients waits for those of a tower that is trained.
+    """
 
     reader: ImageReader
     rope: Any = None
@@ -45,7 +46,8 @@ class VisionInputs:
 
     def positions(self, ids: Sequence[int], pictures: Sequence[Any]) -> np.ndarray:
         """Three positions of each token of a text, [tokens, 3]. Raises InputError where its pictures bring other
-        numbers of features than it has places for: a file has changed since its row was prepared."""
+        numbers of features than it has places for: a file has changed since its row was prepared.
+        """
         tokens = torch.tensor([ids])
         kinds = torch.isin(tokens, torch.tensor(self.reader.token_ids)).int()
         if sum(self.reader.counts(pictures)) != int(kinds.sum()):
@@ -81,7 +83,8 @@ class VisionInputs:
 def sees_whole_pictures(model: PreTrainedModel) -> str:
     """In which layers of a causal LM with a tower do the tokens of a picture see those behind them? "all": Gemma 3;
     "sliding": the larger Gemma 4, where a layer has a window; "": in none that is known (the check of the first batch
-    shows it a picture)."""
+    shows it a picture).
+    """
     if getattr(model.config.get_text_config(), "use_bidirectional_attention", None) == "vision":
         return "sliding"
     return "all" if model.config.model_type == "gemma3" else ""

@@ -218,7 +218,7 @@ class Chunks:
 
     @classmethod
     def from_signal(cls, signal: Chunked, student: Tensor) -> "Chunks":
-        """student [N]: ln q of each token of the student."""
+        """Student [N]: ln q of each token of the student."""
         read = signal.batch
         teacher = signal.targets
         mine = read.chunk
@@ -239,7 +239,8 @@ class Chunks:
 
     def on_rollouts(self, value: Tensor, alone: Tensor) -> tuple[Tensor, Tensor]:
         """(loss of each token, its divergence without gradient), where `value` is ln q of tokens that are not `alone`,
-        and of those that are their divergence already."""
+        and of those that are their divergence already.
+        """
         moving = -self.credit * value
         estimated = moving + (-self.gap - moving).detach()
         return torch.where(alone, value, estimated), torch.where(alone, value, -self.gap).detach()
@@ -252,7 +253,8 @@ class Chunks:
 
 def alignment_metrics(read: TeacherBatch, alone: Tensor, weights: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
     """Return metrics: the shares of the student's tokens that face one token of the teacher, that are compared with it
-    in full (`alone` [N]), and that have no common text. weights [N]: which count."""
+    in full (`alone` [N]), and that have no common text. weights [N]: which count.
+    """
     return {
         "align/one_to_one": ((read.match >= 0).float(), weights),
         "align/in_full": (alone, weights),
@@ -261,5 +263,5 @@ def alignment_metrics(read: TeacherBatch, alone: Tensor, weights: Tensor) -> dic
 
 
 def _rest(ln: Tensor) -> Tensor:
-    """ln (1 - e^ln), finite."""
+    """Ln (1 - e^ln), finite."""
     return torch.log1p(-ln.exp().clamp(max=1 - LEAST))

@@ -71,7 +71,8 @@ class ServedTeacher:
 
     def _check_lengths(self, rows: AnyDataset, args: PostTrainConfig) -> None:
         """Raises InputError where training rows may be longer than what the server scores: it wants space for a token
-        behind them."""
+        behind them.
+        """
         if isinstance(self.longest, int) and isinstance(rows, datasets.Dataset) and len(rows):
             longest = int(full_lengths(rows, args).max())
             if longest >= self.longest:
@@ -152,7 +153,8 @@ class ServedTeacher:
 
     def target_logps(self, batch: MicroBatch, ends: Sequence[int]) -> Tensor:
         """The log-probability of each of the teacher's own tokens of a batch, [M], where it has its own tokenizer; all
-        of its `ends` are one."""
+        of its `ends` are one.
+        """
         tokens = [ids for _, answer, _ in self._read(batch)[1] for ids in answer]
 
         def ask() -> list[Tensor]:
@@ -167,7 +169,8 @@ class ServedTeacher:
 
     def _scores(self, batches: Sequence[MicroBatch], k: int, ends: Sequence[int]) -> list[list[dict[int, float]]]:
         """Of each scored token of each batch, one answer behind the other: ids -> log-probabilities, the k best and its
-        own, and those of all `ends` where it is one."""
+        own, and those of all `ends` where it is one.
+        """
         texts = [self._read(batch)[1] for batch in batches]
         flat = [text for of_batch in texts for text in of_batch]
         found = iter(at_once(lambda text: self._score(text[0], text[1], text[2], k, ends), flat))
@@ -212,7 +215,8 @@ class ServedTeacher:
 
     def check(self, k: int) -> None:
         """Raises InputError where the server does not give k log-probabilities of each token, or reads a text as other
-        ids than the tokenizer of `name_or_path` does. All ranks call it."""
+        ids than the tokenizer of `name_or_path` does. All ranks call it.
+        """
         if k:
             _check_temperature(self.trainer.args.temperature, k, self.vocabulary)
         ids = self.tokenizer(TRIED)["input_ids"]
@@ -253,7 +257,8 @@ class ServedTeacher:
 
 def check_server(section: TeacherSection, key: str, config: Any) -> None:
     """Raises InputError for a served teacher that is not there, or does not go with the Config, before anything else is
-    loaded. key: the option that names it."""
+    loaded. key: the option that names it.
+    """
     Server(str(section.url), key, _NEEDS).card()
     top_k = config.teacher.top_k
     if top_k and config.temperature != 1 and not section.own_tokenizer:

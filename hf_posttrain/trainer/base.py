@@ -232,14 +232,16 @@ class PostTrainer(StepMixin, EvaluationMixin, SavingMixin, ResumeMixin, metaclas
 
     def check_ids(self, *rows: Any) -> None:
         """Raises InputError where prepared rows have a token that one of the models that read them lacks: not a teacher
-        with a tokenizer of its own."""
+        with a tokenizer of its own.
+        """
         own = [forward.causal_lm(second.model) for second in self.second_models if getattr(second, "aligner", None)]
         for model in (model for model in self.scored if not any(model is other for other in own)):
             load.check_tokenizer_fits(self.tokenizer, model.config, type(model).__name__, *rows)
 
     def prepare_replaced(self) -> None:
         """Prepare a `train_dataset` that was put in the place of the one that the trainer was built with; a method adds
-        what it took from that one."""
+        what it took from that one.
+        """
         self.train_dataset = rows = self.without_scores(self.train_dataset)
         columns = {*self.reads.rows.columns, "index"}
         if rows is not None and not (isinstance(rows, datasets.Dataset) and columns <= set(rows.column_names)):
@@ -300,7 +302,8 @@ class PostTrainer(StepMixin, EvaluationMixin, SavingMixin, ResumeMixin, metaclas
     @property
     def ref_model(self) -> nn.Module | None:
         """The frozen model that scores as the reference. None: it is the policy without its adapter, or its scores are
-        cached."""
+        cached.
+        """
         return self.second_models[0].model if self.second_models and self.method.second == "reference" else None
 
     @property

@@ -291,7 +291,8 @@ def obstacles(trainer: Any, checkpoint: Path) -> Iterator[str]:
 
 def _find_best(state: TrainerState, output_dir: str, resumed: Path) -> str | None:
     """The best checkpoint of a run that is resumed: in output_dir, next to the one that is, since the folder may have
-    been moved, or where it was. By its logs it is told from one that another run has left there."""
+    been moved, or where it was. By its logs it is told from one that another run has left there.
+    """
     if not state.best_global_step:
         return None
     name = f"checkpoint-{state.best_global_step}"
@@ -307,7 +308,8 @@ def _find_best(state: TrainerState, output_dir: str, resumed: Path) -> str | Non
 
 def _restore_callbacks(trainer: Any) -> None:
     """Give the callbacks what they had counted when the checkpoint was written, such as the patience of early stopping.
-    What they were given when they were made stays as it is now."""
+    What they were given when they were made stays as it is now.
+    """
     of_class: dict[str, list[Any]] = {}
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, ExportableState):

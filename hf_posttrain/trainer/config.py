@@ -336,7 +336,8 @@ class ReferenceOptions(PostTrainConfig):
 
 def _try_optimizer(config: PostTrainConfig) -> None:
     """Raises InputError for a schedule that its options do not make, or an optimizer whose package is missing: Trainer
-    would find both when the model is loaded."""
+    would find both when the model is loaded.
+    """
     kind: Any = config.lr_scheduler_type
     options: Any = config.lr_scheduler_kwargs
     try:
@@ -356,7 +357,8 @@ def check_arguments(
     trainer: Any, model: nn.Module | str | None, args: object, data_collator: Any, kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
     """`kwargs` of a trainer class without those of TRL that change nothing. Raises InputError for what cannot be
-    honoured."""
+    honoured.
+    """
     if not isinstance(args, trainer.config_class):
         own = trainer.config_class.__name__
         mend = "after the model name all arguments (args=..., train_dataset=...)"

@@ -42,7 +42,8 @@ def write_json(file: Path, content: Any, indent: int | None = 1) -> None:
 
 def hold(file: Any) -> None:
     """Lock an open file until it is closed, or the process that holds it ends, however it does. Raises BlockingIOError
-    where another process has it."""
+    where another process has it.
+    """
     try:
         if fcntl is not None:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,5 +1,6 @@
 """SIGTERM or Ctrl-C to any rank: all ranks finish the optimizer step, or the piece of a round that they draw, save a
-checkpoint and leave `train`."""
+checkpoint and leave `train`.
+"""
 
 import logging
 import os
@@ -83,7 +84,8 @@ class Preemption(TrainerCallback):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Forget the best checkpoint in memory, so that HF neither loads it now nor deletes the new one in its favour;
-        the trainer_state.json on disk still names it."""
+        the trainer_state.json on disk still names it.
+        """
         if self.happened:
             state.best_model_checkpoint = None
 
@@ -91,7 +93,8 @@ class Preemption(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """This is the middle of an epoch: nothing that is due at its end. Save what no step has saved, as between
-        steps."""
+        steps.
+        """
         if self.happened:
             control.should_save = bool(state.global_step) and self.trainer.saved_step != state.global_step
             control.should_evaluate = False

@@ -14,7 +14,8 @@ logger = logging.getLogger(__name__)
 
 def router_coef(config: Any, asked: float | None) -> float:
     """Weight of the loss: `asked`, or the model's own where its config puts the loss on, else 0. Raises InputError
-    where a weight is asked for and the model has no such loss."""
+    where a weight is asked for and the model has no such loss.
+    """
     config = config.get_text_config()
     name = next((name for name in ("router_aux_loss_coef", "aux_loss_coef") if hasattr(config, name)), "")
     routed = name and _experts(config) and getattr(config, "is_moe", True)

@@ -286,7 +286,8 @@ _OF_TRL = {  # a method of ours -> those of TRL's trainers in whose place it is
 
 def instead_of(name: str, reader: str, owner: str = "") -> str | None:
     """What to use instead of a name that TRL or older transformers have and we lack. reader: "recipe" or "python";
-    owner: the Config that it was given to, which may have a meaning of its own."""
+    owner: the Config that it was given to, which may have a meaning of its own.
+    """
     if name in RENAMED:
         return f"its name is now {RENAMED[name]}, of methods with {RENAMED[name].partition('.')[0]}"
     known = _renamed().get(name)
@@ -307,7 +308,8 @@ def refuse_overrides(classes: Collection[type]) -> None:
 
 def without_defaults(given: Mapping[str, Any], known: Collection[str], owner: str = "") -> dict[str, Any]:
     """`given` without those names beyond `known` that ask, as TRL's defaults do, for what is done anyway. owner: as in
-    `instead_of`."""
+    `instead_of`.
+    """
     kept = {}
     for name, value in given.items():
         entry = None if name in known else _renamed().get(name)
@@ -319,7 +321,8 @@ def without_defaults(given: Mapping[str, Any], known: Collection[str], owner: st
 
 def keywords(function: Any, given: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
     """Keyword arguments for `function`, which takes `known`: without TRL's defaults. Raises InputError for another name
-    that TRL has, TypeError for one that nobody has."""
+    that TRL has, TypeError for one that nobody has.
+    """
     kept = without_defaults(given, known, function)
     for name in kept:
         if name in known:

@@ -105,14 +105,16 @@ def describe(trainer: Any) -> dict[str, Any]:
 
 def base_weights(model: nn.Module, peft_config: PeftConfig | None, method: Any) -> str:
     """A hash of the weights that a checkpoint lacks: those that are frozen, or what a reference begins as. Of what
-    ZeRO-3 has cut it is that of this rank's part: such a run is resumed by as many ranks."""
+    ZeRO-3 has cut it is that of this rank's part: such a run is resumed by as many ranks.
+    """
     all_of_them = method.second == "reference" and peft_config is None
     return _weights_key(weight for weight in model.named_parameters() if all_of_them or not weight[1].requires_grad)
 
 
 def start_weights(model: nn.Module, peft_config: PeftConfig | None) -> str | None:
     """A hash of the trained weights that a run begins with, without those of a new adapter, which are drawn at random:
-    a LoRA that is continued has some B that is not 0, and of other kinds it is not known."""
+    a LoRA that is continued has some B that is not 0, and of other kinds it is not known.
+    """
     if peft_config is not None:
         return None
     trained = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
@@ -160,7 +162,8 @@ def _with_groups(then: Mapping[str, Any], groups: Mapping[str, OptionGroup]) -> 
 
 def describe_rows(trainer: TrainerInterface, rows: AnyDatasets | None) -> Any:
     """How many prepared rows, and a hash of their tokens and labels; of a stream that of its first rows. None of rows
-    that are raw, as those that replaced others."""
+    that are raw, as those that replaced others.
+    """
     if rows is None or isinstance(rows, dict):
         return rows and {name: describe_rows(trainer, part) for name, part in rows.items()}
     columns = trainer.reads.rows.columns
@@ -179,7 +182,8 @@ def describe_rows(trainer: TrainerInterface, rows: AnyDatasets | None) -> Any:
 
 def _differing(then: Mapping[str, Any], now: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any, Any]]:
     """(dotted name, value then, value now) where two trees differ. Another version of a library may have more options,
-    and a model's or adapter's config more fields: what only one of the trees has there is no difference."""
+    and a model's or adapter's config more fields: what only one of the trees has there is no difference.
+    """
     grows = above in ("", "model.", "adapter.") or above.startswith("data.")
     for name in sorted(then.keys() & now.keys() if grows else then.keys() | now.keys()):
         before = then.get(name)

@@ -44,7 +44,8 @@ def _tied_once(model: nn.Module, state: dict[str, Tensor] | None) -> dict[str, T
 
 def keep_last_step(trainer: TrainerInterface) -> str:
     """Save a checkpoint of the last whole step, in which the weights are still, and say so: after an error that all
-    ranks have. Nothing where checkpoints are not wanted."""
+    ranks have. Nothing where checkpoints are not wanted.
+    """
     step = trainer.state.global_step
     if trainer.args.save_strategy == "no" or not step:
         return ""
@@ -59,7 +60,8 @@ def _adapter_in_fsdp(trainer: TrainerInterface) -> bool:
 
 def remove_engine_copies(trainer: TrainerInterface, checkpoint: Path) -> None:
     """Remove the weights that Accelerate has saved of an adapter under FSDP2. It adds a tied head, which is frozen, and
-    the trained weights are in the adapter's own file. All ranks call it."""
+    the trained weights are in the adapter's own file. All ranks call it.
+    """
     trainer.accelerator.wait_for_everyone()
     if trainer.args.should_save:
         (checkpoint / "pytorch_model_fsdp.bin").unlink(missing_ok=True)

@@ -24,7 +24,8 @@ from .router_loss import balancing_loss
 
 def as_written(args: PostTrainConfig) -> AbstractContextManager[Any]:
     """Inside, compiled layers run as they are written: in generation every token is another shape, and a check in
-    float32 another dtype."""
+    float32 another dtype.
+    """
     return torch.compiler.set_stance("force_eager") if args.torch_compile else nullcontext()
 
 
@@ -83,7 +84,8 @@ class StepMixin(TrainerInterface):
 
     def weights(self, batch: MicroBatch) -> Tensor:
         """1 for each unit of the loss, 0 where its row must not count: [units]. A token knows its branch (`owner`), a
-        branch its row (`row`)."""
+        branch its row (`row`).
+        """
         rows = batch.weights_of_rows
         return rows if self.method.unit == "examples" else rows[batch.row][batch.owner]
 

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 def make_judge(section: Any, tokenizer: Any = None, device: "torch.device | str" = "cpu") -> Any:
     """The judge that a JudgeSection names, a `question.Judge`. tokenizer: of the model whose answers are judged. Raises
-    InputError where there is no such function, model or server."""
+    InputError where there is no such function, model or server.
+    """
     from .functions import FunctionJudge
     from .models import RewardModel, TeacherJudge
     from .server import ServerJudge

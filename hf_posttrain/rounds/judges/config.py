@@ -63,7 +63,8 @@ class JudgeSection:
 
 def expand_judge(given: object) -> Any:
     """`exact_match` as the mapping that it stands for; `module:name` is a function, in Python also the function itself,
-    and a URL a server. Raises InputError for something to call that has no name to find it by."""
+    and a URL a server. Raises InputError for something to call that has no name to find it by.
+    """
     if callable(given):
         if not hasattr(given, "__qualname__"):  # such as functools.partial
             raise InputError(f"judge: {given!r} has no name: give a function, or package.module:name")

@@ -112,7 +112,8 @@ class RewardModel(ModelJudge):
 
     def tokens(self, questions: Sequence[Question]) -> list[tuple[Sequence[int], Sequence[int]]]:
         """Whole conversations in the reward model's own template; plain texts as they follow each other. Raises
-        InputError where the template refuses them."""
+        InputError where the template refuses them.
+        """
         texts = []
         for question in questions:
             more = question.more or {}
@@ -148,7 +149,8 @@ class TeacherJudge(ModelJudge):
 
     def tokens(self, questions: Sequence[Question]) -> list[tuple[Sequence[int], Sequence[int]]]:
         """The model's own ids, where both have the same tokens; otherwise its texts in the teacher's template, those
-        that were cut without an end."""
+        that were cut without an end.
+        """
         if self.same and all(question.answer_ids for question in questions):
             return [(q.prompt_ids, ids) for q in questions for ids in q.answer_ids]
         found: list[tuple[Sequence[int], Sequence[int]]] = [((), ()) for q in questions for _ in q.answers]

@@ -63,7 +63,8 @@ def answer_row(
 ) -> dict[str, Any]:
     """An answer to a prepared row as files have it: texts with the template's special tokens, without the one that ends
     the answer, which are rows to train on; and what a judge wants to know, which reads them as `asked` and `answered`
-    where that is another text."""
+    where that is another text.
+    """
     stopped = ids[-1] in ends
     (prompt, more) = _asked(row, tokenizer)
     made = {
@@ -82,7 +83,8 @@ def answer_row(
 
 def _asked(row: Mapping[str, Any], tokenizer: "PreTrainedTokenizerBase") -> tuple[Any, dict[str, Any]]:
     """The prompt of a prepared row as its file had it, a text or messages, and arguments of the template; of rows of
-    ids, their text."""
+    ids, their text.
+    """
     asked = json.loads(row["asked"]) if row.get("asked") else {"prompt": None}
     prompt = asked.pop("prompt")
     return (tokenizer.decode(row["prompt_ids"], skip_special_tokens=True) if prompt is None else prompt), asked

@@ -146,7 +146,8 @@ class ServerJudge:
 
 def matches(answers: Sequence[str], opponents: int) -> Iterator[tuple[int, int]]:
     """Which answers are compared: each with the `opponents` next ones in a circle, or fewer where half the circle has
-    all pairs. Every answer has about as many comparisons."""
+    all pairs. Every answer has about as many comparisons.
+    """
     count = len(answers)
     steps = min(-(-opponents // 2), count // 2)
     pairs = {tuple(sorted((n, (n + step) % count))) for step in range(1, steps + 1) for n in range(count)}
