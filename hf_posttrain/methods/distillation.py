@@ -12,10 +12,10 @@ from ..options import option
 from ..scoring.head import TileFunction
 from ..scoring.teacher_tiles import TeacherLogits
 from ..teachers.cross_tokenizer import alignment_metrics
-from ..teachers.ensemble import TeacherRouter
 from ..teachers.factory import build_teacher
 from ..teachers.inputs import DistillationBatch, DistillationCollator
 from ..teachers.options import TeacherOptions
+from ..teachers.router import TeacherRouter
 from ..teachers.signal import Chunked, Dense, Request, Teacher, TeacherSignal
 from ..trainer.base import PostTrainer
 from ..trainer.config import PostTrainConfig

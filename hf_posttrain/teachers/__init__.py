@@ -4,7 +4,7 @@ signal             what a teacher returns for a batch, and the interface of a te
 local              a second model in memory
 self_teacher       the student as it was, or the moving average of its weights
 served             a model on a server
-ensemble           several teachers, one for each row
+router             several teachers, one for each row
 cross_tokenizer    a teacher with another tokenizer
 inputs             what a teacher reads: another prompt, other tokens
 eos                several EOS ids as one outcome

@@ -22,10 +22,10 @@ from ..models.policy import find_terminal_ids
 from ..scoring import forward
 from ..trainer.interface import TrainerInterface
 from .cross_tokenizer import CrossTokenizerTeacher
-from .ensemble import TeacherRouter
 from .eos import MergedEOS
 from .inputs import TeacherInputs
 from .local import LocalTeacher
+from .router import TeacherRouter
 from .self_teacher import MovingAverage, build_self_teacher
 from .served import ServedTeacher
 from .signal import Teacher
