@@ -19,7 +19,7 @@ from ..batching.micro_batch import MicroBatch
 from ..data.lengths import longest, planned_passes
 from ..generation.batch_size import CACHE_SHARE, LOGIT_BYTES, even_parts
 from ..generation.rollout import GrowingLayer
-from ..methods.rules import REFERENCE_FREE
+from ..methods.rules import REFERENCE_FREE_LOSSES
 from ..models.config import section_of
 from ..monitoring.symptoms import listed
 from ..recipe.sections import Recipe
@@ -41,7 +41,7 @@ GIB = 2**30
 CUDA_CONTEXT = GIB // 2  # kernels and workspaces of CUDA where there is no GPU to ask: typical, not measured
 HEAP = 2.4
 """How many times the estimate a process on CPU has needed at most where glibc kept freed tensors in its heap: measured
-with DPO and LoRA on SmolLM2 135M. Other runs needed 1.1 to 2.1 times the estimate, see docs/recipes.md."""
+with DPO and LoRA on SmolLM2 135M. Other runs needed 1.1 to 2.1 times the estimate, see docs/reference/recipes.md."""
 HEAP_OPTIONS = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
 """Environment variables that make glibc return freed tensors: each turns its growing threshold for mmap off."""
 
@@ -136,7 +136,7 @@ class Run:
             stays = [section for section in taught if not section.url and not (section.self and by_adapter)]
             stays = [section for section in stays if not (leaves and section.offload)]
             return bool(stays) and not precomputes(config)
-        reference_free = {*listed(getattr(config, "loss_type", "none"))} <= REFERENCE_FREE
+        reference_free = {*listed(getattr(config, "loss_type", "none"))} <= REFERENCE_FREE_LOSSES
         if not self.trainer_class.method.second or reference_free or by_adapter:
             return False
         if self.recipe.rounds and self.recipe.rounds.reference == "round":

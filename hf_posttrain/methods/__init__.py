@@ -31,7 +31,7 @@ _ROWS = (
         SUPERVISED,
         "tokens",
         key_metrics={"mean_token_accuracy": "accuracy"},
-        rules=(rules.sft,),
+        rules=(rules.sft_problems,),
         sequence_parallel=True,
     ),
     Method(
@@ -70,7 +70,7 @@ _ROWS = (
             "simpo_gamma": COEFFICIENT,
             "precompute_ref_batch_size": COUNT,
         },
-        rules=(rules.dpo_losses, rules.dpo_smoothing),
+        rules=(rules.dpo_loss_problems, rules.dpo_smoothing_problems),
         symptoms=_PREFERENCE_SYMPTOMS
         | {
             "chosen_falling": "Set train.nll_coef (0.1 to 5), which holds them up, and lower train.learning_rate",
@@ -92,7 +92,7 @@ _ROWS = (
         ),
         loss_papers={"bco": "jung2024binary", "apo_zero_unpaired": "doosterlinck2024anchored"},
         limits={"beta": POSITIVE, "precompute_ref_batch_size": COUNT},
-        rules=(rules.kto,),
+        rules=(rules.kto_problems,),
         symptoms=_PREFERENCE_SYMPTOMS
         | {
             "chosen_falling": "Lower train.undesirable_weight, which pushes all answers down, and train.learning_rate",
@@ -134,7 +134,7 @@ _ROWS = (
         ),
         limits={"kd_coef": SHARE, "temperature": POSITIVE},
         groups={"teacher": TEACHER},
-        rules=(rules.kd, rules.taught),
+        rules=(rules.kd_problems, rules.teacher_option_problems),
     ),
     Method(
         "opd",
@@ -165,7 +165,13 @@ _ROWS = (
             "reward": REWARD,
             "token_weights": TOKEN_WEIGHTS,
         },
-        rules=(rules.opd, rules.opd_tokens, rules.opd_reward, sampler_problems, rules.taught),
+        rules=(
+            rules.opd_problems,
+            rules.opd_token_problems,
+            rules.opd_reward_problems,
+            sampler_problems,
+            rules.teacher_option_problems,
+        ),
         symptoms={
             "clipped_rollouts": "Raise train.max_completion_length (and train.max_length with it), or teach the student"
             " by SFT on finished answers to end its own",

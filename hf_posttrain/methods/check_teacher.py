@@ -5,7 +5,7 @@ from typing import Any
 from ..data.teacher_prompts import by_name
 from ..errors import InputError
 from ..models.config import TeacherSection
-from .rules import section_problems, teacher_problems
+from .rules import teacher_problems, teacher_section_problems
 
 
 def check_teacher(args: Any, given: Any) -> Any:
@@ -27,7 +27,7 @@ def check_teacher(args: Any, given: Any) -> Any:
         if not isinstance(one, TeacherSection):
             continue
         key = f"teacher_model[{name!r}]" if name else "teacher_model"
-        for _, problem in (*section_problems(key, one), *teacher_problems(args, one)):
+        for _, problem in (*teacher_section_problems(key, one), *teacher_problems(args, one)):
             raise InputError(problem)
         for name_of_option, value in (("prompt", one.prompt), ("tokenizer", one.own_tokenizer or None)):
             if value is not None and by_name(getattr(args.teacher, name_of_option)).get(name) is None:

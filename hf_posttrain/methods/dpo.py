@@ -24,7 +24,7 @@ from ..trainer.base import PostTrainer
 from ..trainer.config import ReferenceOptions
 from ..trainer.loss_output import Losses
 from . import METHODS
-from .rules import REFERENCE_FREE
+from .rules import REFERENCE_FREE_LOSSES
 
 
 @dataclass
@@ -74,7 +74,7 @@ class DPOTrainer(PostTrainer):
 
     def __init__(self, *args: Any, ref_model: nn.Module | None = None, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        needs_reference = not {*self.args.loss_type} <= REFERENCE_FREE
+        needs_reference = not {*self.args.loss_type} <= REFERENCE_FREE_LOSSES
         if ref_model is not None and not needs_reference:
             raise InputError(f"loss_type {', '.join(self.args.loss_type)} uses no reference: drop ref_model")
         self.reference = make_reference(self, ref_model) if needs_reference else None

@@ -86,7 +86,7 @@ class KTOCollator(Collator):
         return batch.replace(pairs=Deferred(pairs))
 
 
-def weights_of(rows: AnyDataset | None, args: KTOConfig) -> tuple[float, float]:
+def resolve_class_weights(rows: AnyDataset | None, args: KTOConfig) -> tuple[float, float]:
     """Return the weights of desirable and undesirable rows. Raises InputError where `auto` finds labels of one kind."""
     labels = rows["label"] if rows is not None and "label" in (rows.column_names or ()) else None
     return class_weights(args.desirable_weight, args.undesirable_weight, labels)
@@ -130,7 +130,7 @@ class KTOTrainer(PostTrainer):
         """As PostTrainer has it. Raises InputError for weights that want labels of both kinds."""
         super().check_rows(rows, tokenizer, args, name)
         if name.startswith("train"):
-            weights_of(rows, args)
+            resolve_class_weights(rows, args)
 
     def prepare_replaced(self) -> None:
         """As PostTrainer has it; the classes may be other ones."""
@@ -142,7 +142,7 @@ class KTOTrainer(PostTrainer):
 
     def learn_of_rows(self, rows: AnyDataset | None) -> None:
         """The weights of both classes."""
-        self.class_weights = weights_of(rows, self.args)
+        self.class_weights = resolve_class_weights(rows, self.args)
 
     @staticmethod
     def examples(row: dict[str, Any]) -> list[Example]:

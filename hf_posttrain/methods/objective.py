@@ -23,7 +23,7 @@ from ..scoring.forward import Scores
 from ..scoring.head import TileFunction
 from ..scoring.policy_gradient import SampledPolicyGradient
 from ..scoring.top_tokens import residual, top_k
-from ..teachers.cross_tokenizer import Chunks, tile_of
+from ..teachers.cross_tokenizer import Chunks, cross_tokenizer_tile
 from ..teachers.inputs import DistillationBatch
 from ..teachers.signal import Chunked, Dense, Request, Sampled, TeacherSignal, TopK
 
@@ -61,7 +61,7 @@ class Divergence:
         targets = batch.targets
         tokens = request.eos.merge_ids(targets)
         if isinstance(signal, Chunked):
-            tile = tile_of(signal, self.function, tokens, request.temperature, self.ce_coef)
+            tile = cross_tokenizer_tile(signal, self.function, tokens, request.temperature, self.ce_coef)
             return request.eos.wrap(tile)
         # where EOS ids are merged, the cross-entropy is of the targets before merging
         ce_coef = 0.0 if request.eos else self.ce_coef
@@ -107,7 +107,7 @@ class PolicyGradient:
         """Return the tile function of a batch."""
         tokens = self.request.eos.merge_ids(batch.targets)
         if isinstance(signal, Chunked):
-            tile = tile_of(signal, teacher_tiles.reverse_kl, tokens, self.request.temperature)
+            tile = cross_tokenizer_tile(signal, teacher_tiles.reverse_kl, tokens, self.request.temperature)
             return self.request.eos.wrap(tile)
         if not isinstance(signal, Sampled | TopK) or signal.targets is None:
             raise InputError("the teacher gave no log-probabilities of the sampled tokens")

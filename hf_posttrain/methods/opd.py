@@ -32,8 +32,8 @@ from . import METHODS
 from .distillation import DistillationConfig, DistillationTrainer
 from .objective import Divergence, Objective, PolicyGradient
 from .opd_diagnostics import DiagnosticsBuilder
-from .opd_metrics import predictions, rollout_metrics, with_perplexities
-from .opd_token_weights import with_token_weights
+from .opd_metrics import add_perplexities, rollout_metrics, rollout_predictions
+from .opd_token_weights import add_token_weights
 from .rules import POLICY_GRADIENT
 
 
@@ -144,7 +144,7 @@ class OPDTrainer(DistillationTrainer, OnPolicyInterface):
         """Sample rollouts for all micro-batches at once, and ask a teacher on a server about them."""
         batches = self.rollouts.window(batches, self.state.global_step)
         batches = super().prepare_window(batches)
-        return with_token_weights(self, batches) if self.args.token_weights else batches
+        return add_token_weights(self, batches) if self.args.token_weights else batches
 
     def prepare_evaluation(self) -> None:
         """Give the sampler the current weights."""
@@ -163,7 +163,7 @@ class OPDTrainer(DistillationTrainer, OnPolicyInterface):
         metrics = rollout_metrics(self, scores, signal, batch)
         losses = Losses(scores.value * token_weights, weights, metrics, scores.router_logits)
         if not torch.is_grad_enabled():
-            losses.predictions, losses.labels = predictions(scores, batch, self.args.num_generations)
+            losses.predictions, losses.labels = rollout_predictions(scores, batch, self.args.num_generations)
         return losses
 
     def build_objective(self) -> Objective:
@@ -180,4 +180,4 @@ class OPDTrainer(DistillationTrainer, OnPolicyInterface):
         """Add perplexities. The first log reports what its diagnostics suggest."""
         if stage == "train":
             self.diagnostics.log_advice(metrics)
-        return with_perplexities(metrics)
+        return add_perplexities(metrics)

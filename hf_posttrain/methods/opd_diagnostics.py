@@ -28,34 +28,34 @@ logger = logging.getLogger(__name__)
 
 BUCKETS = 8
 """Parts of the longest rollout that are logged by themselves."""
-NEAR = 16
+NEAR_TOKENS = 16
 """Number of the student's most likely tokens whose probability by the teacher is logged."""
-NEAR_ENOUGH = 0.8
+MIN_AGREEMENT = 0.8
 """The share of common best tokens from which rollouts should be live. Where two models agreed much at the start, live
 rollouts were better than frozen ones, and elsewhere worse (arXiv 2610.11291)."""
-PREFIX = "diagnostics/"
-"""Of the results of `compare` among the scores of a loss."""
-SCRATCH = 2**20
+STATS_PREFIX = "diagnostics/"
+"""Of the results of `compare_logits` among the scores of a loss."""
+SCRATCH_SIZE = 2**20
 """On CPU: logits that are compared at once, in memory that is still in the cache."""
-BLOCK = 64
+BLOCK_SIZE = 64
 """Logits whose largest one is found first: torch's argmax and topk take ten times as long on CPU."""
 
 
-def compare(
+def compare_logits(
     student: Tensor, teacher: Tensor, temperature: float, ends: Tensor, special: Tensor, scratch: list[Tensor]
 ) -> dict[str, Tensor]:
     """Compare two distributions over the same V tokens. Return eight results, [n] each.
 
     `kl` is the reverse KL and `special` its part on the ids `special`; `student_entropy` and `teacher_entropy`;
-    `agreement` is 1 where both have the same best token, `near` the teacher's probability of the student's NEAR best
+    `agreement` is 1 where both have the same best token, `near` the teacher's probability of the student's NEAR_TOKENS best
     tokens, and `student_stop` and `teacher_stop` are the probabilities of `ends`.
 
     student, teacher: logits [n, V] of one dtype; those of the student are overwritten. scratch: three tensors [n, V].
     """
     z = student if temperature == 1 else student.div_(temperature)
     t = teacher if temperature == 1 else torch.div(teacher, temperature, out=scratch[2])
-    z_best, near = _largest(z, NEAR)
-    t_best, tokens = _largest(t, NEAR)
+    z_best, near = _largest(z, NEAR_TOKENS)
+    t_best, tokens = _largest(t, NEAR_TOKENS)
     agreement = near[:, 0] == tokens[:, 0]
 
     # Differences to the largest logit come first: sums of logits would leave rounding alone. 0 x -inf would be NaN.
@@ -85,9 +85,9 @@ def compare(
 def _largest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return the `count` largest logits in order, and their tokens, [n, count] each.
 
-    They are in the blocks with the largest maxima. A vocabulary that is no multiple of BLOCK is one block.
+    They are in the blocks with the largest maxima. A vocabulary that is no multiple of BLOCK_SIZE is one block.
     """
-    size = BLOCK if logits.shape[-1] % BLOCK == 0 else logits.shape[-1]
+    size = BLOCK_SIZE if logits.shape[-1] % BLOCK_SIZE == 0 else logits.shape[-1]
     blocks = logits.unflatten(-1, (-1, size))
     chosen = blocks.amax(-1).topk(min(count, blocks.shape[1])).indices
     candidates = blocks.gather(1, chosen[..., None].expand(-1, -1, size)).flatten(1)
@@ -116,7 +116,7 @@ class Diagnostics:
         return self.theirs
 
     def observe(self, tile: TileFunction) -> TileFunction:
-        """Return the tile function of a loss with the results of `compare` among its stats, under PREFIX."""
+        """Return the tile function of a loss with the results of `compare_logits` among its stats, under STATS_PREFIX."""
 
         def observed(logits: Tensor, rows: slice, need_grad: bool, buffer: Tensor) -> Tile:
             if rows.start not in self.found:  # a backward may run the tiles once more
@@ -131,7 +131,7 @@ class Diagnostics:
         theirs = self.logits(rows)
         size = min(logits.shape[-1], theirs.shape[-1])
         dtype = torch.promote_types(logits.dtype, theirs.dtype)
-        step = max(1, len(logits) if logits.is_cuda else SCRATCH // size)
+        step = max(1, len(logits) if logits.is_cuda else SCRATCH_SIZE // size)
         if not self.scratch:
             self.scratch = [logits.new_empty(step, size, dtype=dtype) for _ in range(4)]
         parts = []
@@ -142,18 +142,18 @@ class Diagnostics:
             if self.eos:
                 self.eos.merge_logits(student)
             teacher = theirs[start : start + step, :size].to(dtype)
-            parts.append(compare(student, teacher, self.temperature, self.ends, self.special, scratch))
+            parts.append(compare_logits(student, teacher, self.temperature, self.ends, self.special, scratch))
         if rows.stop >= self.tokens:  # the backward has need of the memory
             self.scratch = []
-        return {PREFIX + name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        return {STATS_PREFIX + name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
-def metrics_of(
+def diagnostic_metrics(
     stats: dict[str, Tensor], rollout: Tensor, counts: Tensor, longest: int
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Return name -> (values, weights) for a MetricAverager.
 
-    stats: of `compare`, [N]; rollout [N]: the rollout of each token; counts [N]: whether it counts; longest: the
+    stats: of `compare_logits`, [N]; rollout [N]: the rollout of each token; counts [N]: whether it counts; longest: the
     longest rollout in tokens.
     """
     bucket = (places(rollout) * BUCKETS // longest).clamp(max=BUCKETS - 1)
@@ -172,24 +172,24 @@ def metrics_of(
     return metrics
 
 
-def advice(averages: dict[str, float], rollouts: str) -> str | None:
+def rollout_advice(averages: dict[str, float], rollouts: str) -> str | None:
     """Return how near student and teacher are, and which rollouts that suggests. None where nothing was sampled.
 
-    averages: of `metrics_of`, of the first step that is logged; rollouts: the option.
+    averages: of `diagnostic_metrics`, of the first step that is logged; rollouts: the option.
     """
     if "distill/top1_agreement" not in averages:
         return None
     agreement = averages["distill/top1_agreement"]
     text = f"student and teacher have the same best token at {agreement:.0%} of the first rollouts' tokens, and the "
-    text += f"student's {NEAR} best hold {averages['distill/near_mass']:.0%} of the teacher's mass"
-    if agreement < NEAR_ENOUGH and rollouts == "on_policy":
+    text += f"student's {NEAR_TOKENS} best hold {averages['distill/near_mass']:.0%} of the teacher's mass"
+    if agreement < MIN_AGREEMENT and rollouts == "on_policy":
         return f"{text}: so far apart, rollouts: frozen is worth a try, which samples once"
-    if agreement >= NEAR_ENOUGH and rollouts == "frozen":
+    if agreement >= MIN_AGREEMENT and rollouts == "frozen":
         return f"{text}: so near, rollouts: on_policy teaches more, as the student moves on from where it began"
     return text
 
 
-def is_due(state: TrainerState, args: TrainingArguments) -> bool:
+def is_logged_step(state: TrainerState, args: TrainingArguments) -> bool:
     """Return whether the current step is logged, by logging_steps and logging_first_step."""
     first = args.logging_first_step and state.global_step == 0
     return first or (state.global_step + 1) % max(int(state.logging_steps), 1) == 0
@@ -214,7 +214,7 @@ class DiagnosticsBuilder:
         None for a step that is not logged, and where `compares_whole` is False.
         """
         trainer = self.trainer
-        due = torch.is_grad_enabled() and is_due(trainer.state, trainer.args)
+        due = torch.is_grad_enabled() and is_logged_step(trainer.state, trainer.args)
         if not due or not self.compares_whole(batch):
             return None
         return partial(
@@ -237,6 +237,6 @@ class DiagnosticsBuilder:
         args = self.trainer.args
         state = self.trainer.state
         first_log = 1 if args.logging_first_step else max(int(state.logging_steps), 1)
-        text = advice(metrics, args.rollouts.kind) if state.global_step == first_log else None
+        text = rollout_advice(metrics, args.rollouts.kind) if state.global_step == first_log else None
         if text:
             logger.info("%s", text)

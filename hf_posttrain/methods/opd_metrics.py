@@ -9,7 +9,7 @@ from torch import Tensor
 from ..rollouts.batch import RolloutBatch
 from ..scoring.forward import Scores
 from ..teachers.signal import TeacherSignal
-from .opd_diagnostics import PREFIX, metrics_of
+from .opd_diagnostics import STATS_PREFIX, diagnostic_metrics
 
 
 def rollout_metrics(
@@ -59,12 +59,12 @@ def rollout_metrics(
     if scores.entropy is not None:
         metrics["entropy"] = scores.entropy, of_tokens
     named = scores.stats or {}
-    if stats := {name.removeprefix(PREFIX): named[name] for name in named if name.startswith(PREFIX)}:
-        metrics |= metrics_of(stats, batch.owner, of_tokens, trainer.args.max_completion_length)
+    if stats := {name.removeprefix(STATS_PREFIX): named[name] for name in named if name.startswith(STATS_PREFIX)}:
+        metrics |= diagnostic_metrics(stats, batch.owner, of_tokens, trainer.args.max_completion_length)
     return metrics
 
 
-def predictions(scores: Scores, batch: RolloutBatch, num_generations: int) -> tuple[Tensor, Tensor]:
+def rollout_predictions(scores: Scores, batch: RolloutBatch, num_generations: int) -> tuple[Tensor, Tensor]:
     """Return what `compute_metrics` gets in an evaluation, where every prompt has K rollouts: summed log-probabilities
     under student and teacher, [prompts, K, 2], and lengths, [prompts, K].
     """
@@ -74,7 +74,7 @@ def predictions(scores: Scores, batch: RolloutBatch, num_generations: int) -> tu
     return torch.stack(summed, dim=-1), lengths
 
 
-def with_perplexities(metrics: dict[str, float]) -> dict[str, float]:
+def add_perplexities(metrics: dict[str, float]) -> dict[str, float]:
     """Add perplexities of the rollouts, from the mean log-probabilities."""
     for name in ("student", "teacher"):
         if f"logprob/{name}" in metrics:

@@ -10,7 +10,7 @@ from ..rollouts.batch import RolloutBatch
 from ..scoring.forward import eval_mode
 
 
-def with_token_weights(trainer: Any, batches: list[RolloutBatch]) -> list[RolloutBatch]:
+def add_token_weights(trainer: Any, batches: list[RolloutBatch]) -> list[RolloutBatch]:
     """Return the micro-batches of a step with their `token_weights` [N].
 
     Student and teacher score the whole step once more, so that the weights do not depend on how the step is split.

@@ -16,7 +16,7 @@ from ..monitoring.symptoms import listed
 from ..trainer.limits import LARGEST, Problem
 from ..trainer.rules import one_of
 
-PAIRED = (
+PAIRED_LOSSES = (
     "sigmoid",
     "ipo",
     "ipo_sum",
@@ -32,24 +32,24 @@ PAIRED = (
     "simpo",
     "orpo",
 )
-REFERENCE_FREE = {"sft", "simpo", "orpo"}
-LABEL_SMOOTHED = ("exo_pair", "robust", "sigmoid")
-UNPAIRED = ("kto", "apo_zero_unpaired", "bco")
+REFERENCE_FREE_LOSSES = {"sft", "simpo", "orpo"}
+SMOOTHED_LOSSES = ("exo_pair", "robust", "sigmoid")
+UNPAIRED_LOSSES = ("kto", "apo_zero_unpaired", "bco")
 POLICY_GRADIENT = "policy_gradient"
 
 
-def sft(values: Any) -> Iterator[Problem]:
+def sft_problems(values: Any) -> Iterator[Problem]:
     """What SFTConfig refuses."""
     if values.packing and values.max_length is None:
         yield ("packing", "max_length"), "packing needs max_length, the length of a packed row"
 
 
-def dpo_losses(values: Any) -> Iterator[Problem]:
+def dpo_loss_problems(values: Any) -> Iterator[Problem]:
     """Names and number of DPO's losses."""
     names = listed(values.loss_type)
     weights = values.loss_weights
     for name in names:
-        yield from one_of("loss_type", name, PAIRED)
+        yield from one_of("loss_type", name, PAIRED_LOSSES)
     if not names:
         yield ("loss_type",), "loss_type is empty: name one loss at least, such as sigmoid"
     if weights is not None:
@@ -65,26 +65,26 @@ def dpo_losses(values: Any) -> Iterator[Problem]:
     if values.simpo_gamma != 0.5 and "simpo" not in names:
         yield ("simpo_gamma", "loss_type"), "simpo_gamma is the margin of loss_type simpo: set that, or drop it"
     given = [name for name in ("precompute_ref_log_probs", "precompute_ref_batch_size") if getattr(values, name)]
-    if given and {*names} <= REFERENCE_FREE:
+    if given and {*names} <= REFERENCE_FREE_LOSSES:
         yield (given[0], "loss_type"), f"{given[0]}: loss_type {', '.join(names)} has no reference: drop it"
 
 
-def dpo_smoothing(values: Any) -> Iterator[Problem]:
+def dpo_smoothing_problems(values: Any) -> Iterator[Problem]:
     """Which of DPO's losses know label_smoothing, and how much of it."""
     names = listed(values.loss_type)
     smoothing = values.label_smoothing
     keys = ("label_smoothing", "loss_type")
-    if smoothing and (others := [name for name in names if name not in LABEL_SMOOTHED]):
-        yield keys, f"label_smoothing acts in {', '.join(LABEL_SMOOTHED)}, not in loss_type {others[0]!r}"
+    if smoothing and (others := [name for name in names if name not in SMOOTHED_LOSSES]):
+        yield keys, f"label_smoothing acts in {', '.join(SMOOTHED_LOSSES)}, not in loss_type {others[0]!r}"
     if "exo_pair" in names and smoothing == 0:
         yield keys[::-1], "loss_type='exo_pair' needs label_smoothing above 0, for instance 1e-3"
     if "robust" in names and smoothing >= 0.5:
         yield keys, f"loss_type='robust' needs label_smoothing below 0.5, not {smoothing}"
 
 
-def kto(values: Any) -> Iterator[Problem]:
+def kto_problems(values: Any) -> Iterator[Problem]:
     """What KTOConfig refuses."""
-    yield from one_of("loss_type", values.loss_type, UNPAIRED)
+    yield from one_of("loss_type", values.loss_type, UNPAIRED_LOSSES)
     for name in ("desirable_weight", "undesirable_weight"):
         value = getattr(values, name)
         if value != "auto" and not (isinstance(value, int | float) and 0 <= value <= LARGEST):
@@ -93,16 +93,16 @@ def kto(values: Any) -> Iterator[Problem]:
         yield ("undesirable_weight", "desirable_weight"), "both class weights are 0, which trains nothing"
 
 
-def kd(values: Any) -> Iterator[Problem]:
+def kd_problems(values: Any) -> Iterator[Problem]:
     """Yield what KDConfig rejects."""
     yield from one_of("divergence", values.divergence, DIVERGENCES)
-    yield from _of_divergence("divergence", values)
+    yield from _divergence_problems("divergence", values)
     if values.teacher.top_k_remainder != "tail":
         problem = f"teacher.top_k_remainder={values.teacher.top_k_remainder!r} is only valid with method opd. Set tail"
         yield ("teacher.top_k_remainder", "teacher"), problem
 
 
-def taught(values: Any) -> Iterator[Problem]:
+def teacher_option_problems(values: Any) -> Iterator[Problem]:
     """Yield what the options of teachers exclude."""
     options = values.teacher
     tokenizer = options.tokenizer
@@ -128,7 +128,7 @@ def taught(values: Any) -> Iterator[Problem]:
             yield ("temperature",), f"temperature={values.temperature:g} {reason}. Remove it"
 
 
-def section_problems(key: str, section: TeacherSection) -> Iterator[Problem]:
+def teacher_section_problems(key: str, section: TeacherSection) -> Iterator[Problem]:
     """What makes no sense in a teacher's section, which is `key`: keys of another kind of teacher than it is."""
     loading = ("from_scratch", "dtype", "attn_implementation", "quantization", "adapter", "offload")
     plain = TeacherSection()
@@ -177,7 +177,7 @@ def prompt_problem(template: str) -> str | None:
 
 def teacher_problems(values: Any, section: TeacherSection) -> Iterator[Problem]:
     """Yield what the section of a teacher requires of a Config, or excludes in it."""
-    if section.url and (found := served_problem(values)):
+    if section.url and (found := served_teacher_problem(values)):
         yield found
     if section.self == "ema" and values.teacher.precompute:
         yield ("teacher.precompute", "teacher"), conflict(Feature.PRECOMPUTE, Feature.MOVING_AVERAGE)
@@ -186,7 +186,7 @@ def teacher_problems(values: Any, section: TeacherSection) -> Iterator[Problem]:
         yield ("teacher.prompt", "teacher"), problem
 
 
-def served_problem(values: Any) -> Problem | None:
+def served_teacher_problem(values: Any) -> Problem | None:
     """Return what a served teacher requires of a Config: it gives its top tokens, and those of the text, alone."""
     by_token = getattr(values, "loss_type", None) == POLICY_GRADIENT
     if values.temperature != 1 and (by_token or values.teacher.tokenizer):
@@ -203,7 +203,7 @@ def served_problem(values: Any) -> Problem | None:
     return ("teacher.top_k", "teacher"), problem
 
 
-def _of_divergence(key: str, values: Any) -> Iterator[Problem]:
+def _divergence_problems(key: str, values: Any) -> Iterator[Problem]:
     name = getattr(values, key)
     beta = values.beta
     if beta is None:
@@ -218,10 +218,10 @@ def _of_divergence(key: str, values: Any) -> Iterator[Problem]:
         yield ("beta",), f"beta={beta:g} is not in [0, 1]"
 
 
-def opd(values: Any) -> Iterator[Problem]:
+def opd_problems(values: Any) -> Iterator[Problem]:
     """OPD's losses, and tokens left for its prompts."""
     yield from one_of("loss_type", values.loss_type, (POLICY_GRADIENT, *DIVERGENCES))
-    yield from _of_divergence("loss_type", values)
+    yield from _divergence_problems("loss_type", values)
     if values.neftune_noise_alpha:
         yield ("neftune_noise_alpha",), "neftune_noise_alpha: rollouts are drawn without it and would be scored with it"
     longest = values.max_length
@@ -233,17 +233,17 @@ def opd(values: Any) -> Iterator[Problem]:
         yield ("max_length", "max_completion_length"), problem
 
 
-def opd_tokens(values: Any) -> Iterator[Problem]:
+def opd_token_problems(values: Any) -> Iterator[Problem]:
     """Yield what excludes which tokens OPD trains, how much of the teacher, and the weights of tokens."""
-    yield from _of_train_max_tokens(values)
-    yield from _of_top_k(values)
+    yield from _train_max_tokens_problems(values)
+    yield from _top_k_problems(values)
     weights = values.token_weights
     if weights is not None and weights.requires_advantage and values.loss_type != POLICY_GRADIENT:
         problem = f"token_weights: {weights.kind} requires loss_type policy_gradient. Set that, or choose another"
         yield ("token_weights", "loss_type"), problem
 
 
-def _of_train_max_tokens(values: Any) -> Iterator[Problem]:
+def _train_max_tokens_problems(values: Any) -> Iterator[Problem]:
     tokens = values.rollouts.train_max_tokens
     longest = values.max_completion_length
     keys = "rollouts.train_max_tokens", "rollouts", "max_completion_length"
@@ -257,7 +257,7 @@ def _of_train_max_tokens(values: Any) -> Iterator[Problem]:
         yield keys, f"rollouts.train_max_tokens={tokens} is not between 1 and max_completion_length={longest}"
 
 
-def _of_top_k(values: Any) -> Iterator[Problem]:
+def _top_k_problems(values: Any) -> Iterator[Problem]:
     options = values.teacher
     keys = "teacher.top_k_remainder", "teacher"
     yield from one_of("teacher.top_k_remainder", options.top_k_remainder, ("residual", "tail"))
@@ -268,7 +268,7 @@ def _of_top_k(values: Any) -> Iterator[Problem]:
         yield (*keys, "loss_type"), f"teacher.{problem}. Set tail"
 
 
-def opd_reward(values: Any) -> Iterator[Problem]:
+def opd_reward_problems(values: Any) -> Iterator[Problem]:
     """Yield what a reward in addition to the teacher requires."""
     if values.reward is None:
         return

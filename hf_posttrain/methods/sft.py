@@ -67,7 +67,7 @@ def supervised_examples(row: dict[str, Any]) -> list[Example]:
     return [Example(one["prompt_ids"], [Branch(one["completion_ids"], one.get("completion_mask"))]) for one in rows]
 
 
-def formatted(
+def apply_formatting_func(
     rows: AnyDatasets | Sequence[dict[str, Any]] | None, function: Callable[[dict[str, Any]], str], column: str
 ) -> Any:
     """Return rows of one column, with the text that a function makes of each row; a dict of data sets one by one.
@@ -84,7 +84,7 @@ def formatted(
     if rows is None:
         return None
     if isinstance(rows, dict):
-        return {name: formatted(part, function, column) for name, part in rows.items()}
+        return {name: apply_formatting_func(part, function, column) for name, part in rows.items()}
     if isinstance(rows, datasets.Dataset | datasets.IterableDataset):
         columns = rows.column_names or list(next(iter(rows)))
         return rows.map(text_of, remove_columns=columns)
@@ -107,7 +107,7 @@ class SFTTrainer(PostTrainer):
             if len(args) > 3:
                 raise InputError("formatting_func requires train_dataset and eval_dataset by name")
             for name in kwargs.keys() & {"train_dataset", "eval_dataset"}:
-                kwargs[name] = formatted(kwargs[name], formatting_func, column)
+                kwargs[name] = apply_formatting_func(kwargs[name], formatting_func, column)
         super().__init__(*args, **kwargs)
 
     @classmethod

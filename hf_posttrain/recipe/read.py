@@ -17,12 +17,12 @@ from ..models.config import ModelSection
 from ..rollouts.options import SAMPLERS
 from ..rounds.config import RoundsSection, expand
 from ..rounds.judges.config import MODELS
-from ..teachers.options import COMPARED, TEACHER
+from ..teachers.options import COMPARISON_OPTIONS, TEACHER
 from ..trainer.limits import Problem
 from ..trainer.renamed_options import RENAMED, warn_of_old_names, with_new_names
 from ..trainer.rules import instead_of, without_defaults
 from . import rules
-from .fields import Fields, build, fields_of, lora_fields, outdated, owners, train_fields
+from .fields import Fields, build, fields_of, lora_fields, is_outdated, methods_with_option, train_fields
 from .sections import DataSection, Recipe, Source
 from .yaml_tree import place_of, read_tree
 
@@ -53,19 +53,19 @@ def load_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
     type, and for options that contradict each other.
     """
     recipe = read_recipe(path, overrides)
-    refuse(recipe, rules.between_sections(recipe))
+    raise_first_problem(recipe, rules.recipe_problems(recipe))
     # the train section stays as it is given; its rules are asked of an object with all fields of the Config
     fields = partial(train_fields, recipe.method)
     # null of another method's option takes it back, where a recipe is run with that method's name replaced
     recipe.train = {
-        name: value for name, value in recipe.train.items() if value is not None or name in fields() or not owners(name)
+        name: value for name, value in recipe.train.items() if value is not None or name in fields() or not methods_with_option(name)
     }
     recipe.train = without_defaults(recipe.train, fields(), METHODS[recipe.method].config_name)
     given = _checked(recipe, fields, recipe.train, "train", partial(_advise, recipe.method))
-    given = with_teacher_options(recipe, given)
+    given = add_teacher_options(recipe, given)
     values = SimpleNamespace(**{name: field.default for name, field in fields().items()} | given)
-    refuse(recipe, rules.with_train(recipe, values))
-    recipe.checked = with_teacher_options(recipe, dict(recipe.train))
+    raise_first_problem(recipe, rules.train_section_problems(recipe, values))
+    recipe.checked = add_teacher_options(recipe, dict(recipe.train))
     return recipe
 
 
@@ -124,7 +124,7 @@ def _with_compared(tree: dict[Any, Any], places: dict[str, Any]) -> dict[Any, An
     train = tree.get("train") or {}
     if not isinstance(section, dict) or not isinstance(train, dict):
         return tree
-    moved = {option: section[option] for option in COMPARED if option in section}
+    moved = {option: section[option] for option in COMPARISON_OPTIONS if option in section}
     given = TEACHER.as_mapping(train.get("teacher"))
     if not moved or given is None:
         return tree
@@ -174,10 +174,10 @@ def train_config(recipe: Recipe, config_class: Any) -> Any:
     InputError for an unknown name, a wrong type, a contradiction that the class finds, or a package that is missing.
     """
     values = build(fields_of(config_class), recipe.train, "train", recipe.where, partial(_advise, recipe.method))
-    values = with_teacher_options(recipe, values)
+    values = add_teacher_options(recipe, values)
     try:
         # its rules are run once, by `load_recipe`, unless the section has changed since
-        unchanged = recipe.checked == with_teacher_options(recipe, dict(recipe.train))
+        unchanged = recipe.checked == add_teacher_options(recipe, dict(recipe.train))
         is_checked = unchanged and hasattr(config_class, "of_checked")
         return config_class.of_checked(**values) if is_checked else config_class(**values)
     except LaunchError:
@@ -191,7 +191,7 @@ def train_config(recipe: Recipe, config_class: Any) -> Any:
         raise InputError(f"{recipe.where(key)}: {key + ': ' if quoted and not named else ''}{problem}") from error
 
 
-def with_teacher_options(recipe: Recipe, values: dict[str, Any]) -> dict[str, Any]:
+def add_teacher_options(recipe: Recipe, values: dict[str, Any]) -> dict[str, Any]:
     """Return the values of the train section with those options of `teacher` that the teachers' sections give."""
     sections = {key.partition(".")[2]: section for key, section in recipe.taught_by()}
     prompts = {name: section.prompt for name, section in sections.items() if section.prompt is not None}
@@ -206,7 +206,7 @@ def with_teacher_options(recipe: Recipe, values: dict[str, Any]) -> dict[str, An
     return values if given is None or not options else values | {"teacher": given | options}
 
 
-def refuse(recipe: Recipe, problems: Iterable[Problem]) -> None:
+def raise_first_problem(recipe: Recipe, problems: Iterable[Problem]) -> None:
     """Raises InputError for the first of the problems, with the place of each key; one without keys is general."""
     for keys, problem in problems:
         if not keys:
@@ -223,7 +223,7 @@ def _checked(recipe: Recipe, fields: Callable[..., Fields], values: Any, key: st
     try:
         return build(fields(), values, key, recipe.where, advice)
     except InputError:
-        if not outdated():
+        if not is_outdated():
             raise
     return build(fields(imported=True), values, key, recipe.where, advice)
 
@@ -240,7 +240,7 @@ def _advise(method: Any, key: str) -> str | None:
     method = next((name for name in METHODS if name == method), None)  # anything may have been given
     section, _, name = re.sub(r"\.\d+\.", ".", key).rpartition(".")
     owner = METHODS[method].config_name if method else ""
-    if section == "train" and (group := RENAMED.get(name, "").partition(".")[0]) and (methods := owners(group)):
+    if section == "train" and (group := RENAMED.get(name, "").partition(".")[0]) and (methods := methods_with_option(group)):
         return f"its name is now {RENAMED[name]}, which method {method} does not have, only {' and '.join(methods)}"
     if section == "train" and (instead := instead_of(name, "recipe", owner)):
         return instead
@@ -257,7 +257,7 @@ def _advise(method: Any, key: str) -> str | None:
         if name in names and other != section:
             return f"write {other}.{name}"
     in_rounds = name in fields_of(RoundsSection)
-    if section in ("", "train") and (methods := owners(name)):
+    if section in ("", "train") and (methods := methods_with_option(name)):
         more = f", or write rounds.{name} for rounds" if in_rounds else ""
         return f"method {method} has no such option, only {' and '.join(methods)}. Remove it{more}"
     if in_rounds and section != "rounds":

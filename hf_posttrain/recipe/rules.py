@@ -17,9 +17,9 @@ from ..capabilities import Feature, conflict, conflicts, option_features
 from ..data.column_inference import misspelt
 from ..data.files import or_unreadable, source_problem, with_home
 from ..data.template import parsed
-from ..errors import nearest_path
+from ..errors import path_hint
 from ..methods import METHODS
-from ..methods.rules import REFERENCE_FREE, section_problems, teacher_problems
+from ..methods.rules import REFERENCE_FREE_LOSSES, teacher_section_problems, teacher_problems
 from ..models.config import has_tokenizer, is_local
 from ..monitoring.symptoms import listed
 from ..rounds.config import RoundsSection, rounds_features, rounds_problems
@@ -55,7 +55,7 @@ _WANTS_EVAL = {  # values of the train section that ask for rows to evaluate on
 }
 
 
-def between_sections(recipe: Recipe) -> Iterator[Problem]:
+def recipe_problems(recipe: Recipe) -> Iterator[Problem]:
     """What makes no sense in the model, teacher and data sections."""
     # the teacher: methods either need one or cannot use it
     method = recipe.method
@@ -71,7 +71,7 @@ def between_sections(recipe: Recipe) -> Iterator[Problem]:
     if recipe.teachers == {}:
         yield ("teachers",), "teachers is empty: name one at least, {NAME: {name_or_path: ...}}"
     for key, taught in recipe.taught_by():
-        yield from section_problems(key, taught)
+        yield from teacher_section_problems(key, taught)
     for key, section in (("model", recipe.model), *recipe.taught_by()):
         if not section.name_or_path.strip() and not getattr(section, "self", None):
             yield (f"{key}.name_or_path",), f"{key}.name_or_path is empty"
@@ -116,7 +116,7 @@ def between_sections(recipe: Recipe) -> Iterator[Problem]:
             yield (f"{key}.columns",), f"{key}.columns: {wrong}"
 
 
-def with_train(recipe: Recipe, values: Any) -> Iterator[Problem]:
+def train_section_problems(recipe: Recipe, values: Any) -> Iterator[Problem]:
     """Yield what makes no sense in the train section, read into `values`. HF's Trainer would find some of it later."""
     method = METHODS[recipe.method]
     wrong = [*_below("train", group_problems(values, method))]
@@ -163,7 +163,7 @@ def with_train(recipe: Recipe, values: Any) -> Iterator[Problem]:
     yield from _below("train", problems(values, method))
 
 
-def of_inputs(recipe: Recipe) -> Iterator[Problem]:
+def input_problems(recipe: Recipe) -> Iterator[Problem]:
     """What is missing or broken of that which the recipe reads, as far as it shows without reading all of it."""
     # a name that is no path here may be one of the hub
     for key, section in recipe.models():
@@ -182,7 +182,7 @@ def of_inputs(recipe: Recipe) -> Iterator[Problem]:
         yield (), f"the cache of data sets cannot be written: {problem}; HF_DATASETS_CACHE says where it is"
 
 
-def of_training(recipe: Recipe) -> Iterator[Problem]:
+def run_problems(recipe: Recipe) -> Iterator[Problem]:
     """What keeps a run from loading weights, reporting, writing its output_dir and resuming."""
     for name, section in recipe.models():
         key = f"{name}.name_or_path"
@@ -223,7 +223,7 @@ def _of_rounds(recipe: Recipe) -> Iterator[Problem]:
 
 def _of_training_in_rounds(rounds: RoundsSection, values: Any) -> Iterator[Problem]:
     losses = {*listed(getattr(values, "loss_type", None) or "none")}
-    if rounds.reference == "round" and losses <= REFERENCE_FREE:
+    if rounds.reference == "round" and losses <= REFERENCE_FREE_LOSSES:
         problem = f"round is of losses with a reference, and {', '.join(losses)} has none: drop it"
         yield ("rounds.reference", "train.loss_type"), f"rounds.reference: {problem}"
     longest = rounds.max_completion_length
@@ -263,7 +263,7 @@ def template_problem(name: str) -> str | None:
     """What is wrong with the file of a chat template: missing, or not the Jinja that transformers renders."""
     path = Path(name)
     if not path.is_file():
-        return f"no file {name}{nearest_path(path)}"
+        return f"no file {name}{path_hint(path)}"
     try:
         parsed(path.read_text(encoding="utf-8"))
     except UnicodeDecodeError:
@@ -306,7 +306,7 @@ def _missing(name: str, recipe: Recipe) -> str | None:
     if path.exists() or (not is_local(name) and (not hub.HF_HUB_OFFLINE or cached.is_dir())):
         return None
     offline = "" if is_local(name) else ", and with HF_HUB_OFFLINE the hub is not asked"
-    hint = nearest_path(path)
+    hint = path_hint(path)
     # better than a similar name: the recipe in the same folder that would write it
     for sibling in sorted(recipe.path.parent.glob("*.yaml")):
         try:
@@ -333,5 +333,5 @@ def _unwritable(folder: Path) -> str | None:
 def _no_checkpoint(folder: Path) -> str | None:
     """Why this is no checkpoint to resume."""
     if not folder.is_dir():
-        return f"there is no folder {folder}{nearest_path(folder)}"
+        return f"there is no folder {folder}{path_hint(folder)}"
     return f"{folder} holds checkpoints: name one, or auto" if any(folder.glob("checkpoint-*")) else None

@@ -24,7 +24,7 @@ class TeacherBatch(MicroBatch):
     texts: Deferred | None = None  # (prompt, answer, mask of scored tokens) of each branch, for a server
 
     # ---- another tokenizer
-    chunk: Tensor = None  # type: ignore[assignment]  # [N], chunk of a token; `data.align.LEFT_OUT`: a cut character
+    chunk: Tensor = None  # type: ignore[assignment]  # [N], chunk of a token; `data.align.INCOMPLETE_CHARACTER`: a cut character
     before: Tensor = None  # type: ignore[assignment]  # [N], the chunk before it in the same answer
     behind: Tensor = None  # type: ignore[assignment]  # [N], the chunk after it in the same answer
     match: Tensor = None  # type: ignore[assignment]  # [N], the teacher's token that alone forms a chunk with this one

@@ -1,14 +1,14 @@
 """Student against a teacher with a tokenizer of its own, by chunks of common text (`data.align`).
 
     one token against one    the divergence over the ids that both have, each side's distribution over those alone,
-                             where these distributions are SHARED of what each model expects there; elsewhere as the
+                             where these distributions are MIN_SHARED_MASS of what each model expects there; elsewhere as the
                              next
     n tokens against m       the chunk as a whole: ln q and ln p of it are the sums over its tokens
                              on rollouts  -sg(A) ln q of each token, with the advantage A = ln p - ln q of the chunk and
                                           of those before and behind it
                              on data      the divergence of two outcomes, this chunk or anything else: a lower bound,
                                           never below 0, 0 where both give it the same probability
-    no common text           on rollouts  a token that the teacher cannot say: ln p is UNSAID, or a student that is told
+    no common text           on rollouts  a token that the teacher cannot say: ln p is UNSAYABLE_LOGP, or a student that is told
                                           off elsewhere would end there; nothing of a character that the rollout's end
                                           has cut
                              on data      nothing
@@ -24,7 +24,7 @@ within 95, 96, ... . With r the probability of the first, given the text up to t
     r = 1 / (1 + sum over longer tokens w of p(w) / p(9)),     p at the place of the 9,
 
 the teacher's expectation is r p(. after 9) + (1 - r) (what continues these w). So r times the probability of the common
-ids after 9 must be SHARED: then what is left out changes the distribution by 1 - SHARED at most, in total variation. A
+ids after 9 must be MIN_SHARED_MASS: then what is left out changes the distribution by 1 - MIN_SHARED_MASS at most, in total variation. A
 longer token may begin several tokens earlier; p(9) is then the product over these tokens. Tokens that the student has
 as well are not counted: both models decided against them.
 
@@ -40,7 +40,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ..batching.micro_batch import MicroBatch
-from ..data.align import LEFT_OUT, Aligner, shared_ids
+from ..data.align import INCOMPLETE_CHARACTER, Aligner, shared_ids
 from ..losses.divergence import log_softmax
 from ..scoring.head import LogProb, Tile, TileFunction
 from ..scoring.teacher_tiles import at_temperature, differentiated
@@ -49,13 +49,13 @@ from .eos import MergedEOS
 from .inputs import teacher_batch
 from .signal import Chunked, Request
 
-SHARED = 0.9
+MIN_SHARED_MASS = 0.9
 """What each model must expect of the common ids in all for a comparison in full, as a probability."""
-UNSAID = -14.0
+UNSAYABLE_LOGP = -14.0
 """ln p of what a teacher cannot say: special tokens within an answer, and what is no text."""
-SMALLEST = 1e-14
+MIN_LONGER_MASS = 1e-14
 """What longer tokens of a teacher have at least: a difference of running sums of probabilities is known to 1e-16."""
-LEAST = 1e-6
+MIN_COMPLEMENT = 1e-6
 """What of a chunk's probability is left to anything else at least, so that its logarithm is finite."""
 
 
@@ -104,7 +104,7 @@ class CrossTokenizerTeacher:
             targets.append(logps.gather(-1, tokens[rows, None])[:, 0])
             longer.append(self.longer(logps, read.longer[rows]))
         of_targets = torch.cat(targets).float()
-        shares = reached(of_targets, torch.cat(longer).float())
+        shares = start_probability(of_targets, torch.cat(longer).float())
         return Chunked(*common, of_targets, states, shares)
 
     def signals(self, batches: Sequence[MicroBatch], request: Request) -> None:
@@ -126,7 +126,7 @@ class CrossTokenizerTeacher:
 
         first, last = ranges.unbind(-1)
         found = (before(last) - before(first)).clamp(min=0.0)
-        return torch.where(first < last, found.clamp(min=SMALLEST), found).log().to(logps.dtype)
+        return torch.where(first < last, found.clamp(min=MIN_LONGER_MASS), found).log().to(logps.dtype)
 
     def key(self) -> Any:
         """Return what distinguishes its scores from those of another teacher."""
@@ -141,7 +141,7 @@ class CrossTokenizerTeacher:
         self.teacher.release()
 
 
-def tile_of(
+def cross_tokenizer_tile(
     signal: Chunked,
     function: Callable[[Tensor, Tensor], Tensor],
     tokens: Tensor,
@@ -179,14 +179,14 @@ def tile_of(
         p = log_softmax(p)
         divergence = function(q, p)
         mixed = (1 - ce_coef) * divergence - ce_coef * of_target if ce_coef else divergence
-        alone = (match[rows] >= 0) & (torch.minimum(on_ids, on_their_ids * expected[rows]) >= SHARED)
+        alone = (match[rows] >= 0) & (torch.minimum(on_ids, on_their_ids * expected[rows]) >= MIN_SHARED_MASS)
         stats = {"student": of_target, "divergence": divergence, "alone": alone.float()}
         return torch.where(alone, mixed, of_target), stats
 
     return differentiated(value)
 
 
-def reached(own: Tensor, longer: Tensor) -> Tensor:
+def start_probability(own: Tensor, longer: Tensor) -> Tensor:
     """Return the probability [M] that a teacher's token begins where it does, given the text before it.
 
     own: log-probability of each token [M]. longer: logarithm of the probability of all tokens that the student lacks,
@@ -195,12 +195,12 @@ def reached(own: Tensor, longer: Tensor) -> Tensor:
     own, text, against = own.clamp(min=-1e30), torch.zeros_like(own), [torch.zeros_like(own)]
     for depth in range(longer.shape[1]):
         by = depth + 1
-        text = text + _later(own, by, 0.0)
-        against.append(_later(longer[:, depth], by, -torch.inf) - text)
+        text = text + _shift(own, by, 0.0)
+        against.append(_shift(longer[:, depth], by, -torch.inf) - text)
     return (-torch.stack(against).logsumexp(0)).exp()
 
 
-def _later(values: Tensor, by: int, fill: float) -> Tensor:
+def _shift(values: Tensor, by: int, fill: float) -> Tensor:
     """Return the values [M] moved `by` places towards the end."""
     return torch.nn.functional.pad(values, (by, 0), value=fill)[: len(values)]
 
@@ -232,7 +232,7 @@ class Chunks:
         size = zeros.index_add(0, where, torch.ones_like(student))
         advantage = (p - q).detach().masked_fill(torch.arange(none + 1, device=q.device) == none, 0.0)
         credit = advantage[where] + sum(advantage[other.where(other >= 0, none)] for other in around)
-        foreign = (UNSAID - student).detach().masked_fill(mine == LEFT_OUT, 0.0)
+        foreign = (UNSAYABLE_LOGP - student).detach().masked_fill(mine == INCOMPLETE_CHARACTER, 0.0)
         known = mine >= 0
         gap = torch.where(known, advantage[where] / size[where], foreign)
         return cls(q[where], p[where], size[where], known, gap, torch.where(known, credit, foreign))
@@ -247,7 +247,7 @@ class Chunks:
 
     def on_data(self, function: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """The divergence of two outcomes, each of a chunk's tokens an equal part of it, [N]."""
-        q, p = (torch.stack([ln, _rest(ln)], -1) for ln in (self.student, self.teacher))
+        q, p = (torch.stack([ln, _log_complement(ln)], -1) for ln in (self.student, self.teacher))
         return torch.where(self.known, function(q, p) / self.size, 0.0)
 
 
@@ -262,6 +262,6 @@ def alignment_metrics(read: TeacherBatch, alone: Tensor, weights: Tensor) -> dic
     }
 
 
-def _rest(ln: Tensor) -> Tensor:
+def _log_complement(ln: Tensor) -> Tensor:
     """Ln (1 - e^ln), finite."""
-    return torch.log1p(-ln.exp().clamp(max=1 - LEAST))
+    return torch.log1p(-ln.exp().clamp(max=1 - MIN_COMPLEMENT))

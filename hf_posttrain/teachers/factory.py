@@ -31,7 +31,7 @@ from .served import ServedTeacher
 from .signal import Teacher
 
 logger = logging.getLogger(__name__)
-Given = nn.Module | str | TeacherSection | Teacher | Callable[[Any], Teacher]
+TeacherLike = nn.Module | str | TeacherSection | Teacher | Callable[[Any], Teacher]
 """A teacher as users give it: a model, its name or folder, a section of a recipe, an object with the interface, or a
 function that returns one for a trainer."""
 
@@ -51,7 +51,7 @@ class TeacherSetup:
 
 def build_teacher(
     trainer: TrainerInterface,
-    given: Given | Mapping[str, Given] | None,
+    given: TeacherLike | Mapping[str, TeacherLike] | None,
     offload: bool | Mapping[str, bool],
     merge_eos: bool,
 ) -> TeacherSetup:
@@ -80,7 +80,7 @@ def build_teacher(
         elif builders:
             teachers[name] = builders[0](trainer, one, name)
         else:
-            teachers[name] = _local(trainer, one, name, offloaded.get(name, False))
+            teachers[name] = _build_local(trainer, one, name, offloaded.get(name, False))
     of_student = forward.causal_lm(trainer.model).config.get_text_config().vocab_size
     vocabulary = min([of_student, *(each.vocabulary for each in teachers.values() if each.aligner is None)])
 
@@ -117,23 +117,23 @@ def _merged_eos(trainer: TrainerInterface, teacher: Any, vocabulary: int, merge:
     return terminal_ids, MergedEOS(torch.tensor(merged, device=trainer.accelerator.device), trainer.args.temperature)
 
 
-def _served(trainer: TrainerInterface, section: TeacherSection, name: str) -> ServedTeacher:
+def _build_served(trainer: TrainerInterface, section: TeacherSection, name: str) -> ServedTeacher:
     """Connect to a server and test it."""
     args = trainer.args
     teacher = ServedTeacher(trainer, section, f"teachers.{name}" if name else "teacher")
     teacher.check(args.teacher.top_k or 0)
     tokenizer = by_name(args.teacher.tokenizer).get(name)
     ends = lambda theirs: teacher.ends(theirs, args.chat_template_kwargs)  # noqa: E731
-    teacher.aligner = _aligner(trainer, teacher.tokenizer, tokenizer, ends)
+    teacher.aligner = _build_aligner(trainer, teacher.tokenizer, tokenizer, ends)
     return teacher
 
 
-BUILDERS: dict[str, Callable[[Any, TeacherSection, str], Any]] = {"self": build_self_teacher, "url": _served}
+BUILDERS: dict[str, Callable[[Any, TeacherSection, str], Any]] = {"self": build_self_teacher, "url": _build_served}
 """Key of a teacher's section -> function of (trainer, section, name) that builds such a teacher. A section with none of
 these keys is a model in memory."""
 
 
-def _local(trainer: TrainerInterface, given: Given, name: str, offload: bool) -> LocalTeacher:
+def _build_local(trainer: TrainerInterface, given: TeacherLike, name: str, offload: bool) -> LocalTeacher:
     """Load a model where it is given by name, and test whether its tokens are the student's."""
     args = trainer.args
     model: Any = given
@@ -156,13 +156,13 @@ def _local(trainer: TrainerInterface, given: Given, name: str, offload: bool) ->
         raise InputError("teacher offload: bitsandbytes keeps 8-bit weights on the GPU: use 4bit, or do not offload")
     teacher = LocalTeacher(model, trainer.accelerator, offload)
     ends = lambda theirs: find_terminal_ids(model, theirs, args.chat_template_kwargs)  # noqa: E731
-    teacher.aligner = _aligner(trainer, theirs, tokenizer, ends)
+    teacher.aligner = _build_aligner(trainer, theirs, tokenizer, ends)
     if teacher.aligner is not None:
         load.check_tokenizer_fits(teacher.aligner.teacher, forward.causal_lm(model).config, type(model).__name__)
     return teacher
 
 
-def _aligner(
+def _build_aligner(
     trainer: TrainerInterface,
     tokenizer: PreTrainedTokenizerBase | None,
     own_tokenizer: str | None,

@@ -23,7 +23,7 @@ from ..scoring.layouts import Branch, Collator, Example, TeacherInput
 from .batch import TeacherBatch
 from .signal import TeacherSignal, TopK
 
-OWN_PROMPT = TeacherInput()
+STUDENT_INPUT = TeacherInput()
 """Of an example that the teacher reads as the student does."""
 
 
@@ -71,7 +71,7 @@ class TeacherInputs:
         first_branch = [0, *accumulate(len(example.branches) for example in examples)]
         batches = {}
         for name, numbers in of_teacher.items():
-            theirs = [_as_read(examples[n], readings[n]) for n in numbers]
+            theirs = [_teacher_example(examples[n], readings[n]) for n in numbers]
             if name in self.served:
                 texts = [(one.prompt, branch.ids, branch.mask) for one in theirs for branch in one.branches]
                 read = TeacherBatch(texts=Deferred(texts))
@@ -79,7 +79,7 @@ class TeacherInputs:
                 read = lay_out(theirs, batch_class=TeacherBatch)
             if readings[numbers[0]].aligned is not None:
                 aligned = [one for n in numbers for one in readings[n].aligned or ()]
-                batches[name] = _across(batch, read, aligned)
+                batches[name] = _connect_chunks(batch, read, aligned)
             else:
                 branches = torch.cat([torch.arange(first_branch[n], first_branch[n + 1]) for n in numbers])
                 batches[name] = _in_order(batch, read, branches)
@@ -87,7 +87,7 @@ class TeacherInputs:
 
     def _aligned(self, example: Example) -> TeacherInput:
         """Return what the teacher reads of an example, with the answers in the tokens of its own tokenizer."""
-        reading = example.reading or OWN_PROMPT
+        reading = example.reading or STUDENT_INPUT
         aligner = self.aligners.get(reading.teacher)
         if aligner is None:
             return reading
@@ -118,7 +118,7 @@ class DistillationCollator(Collator):
         return batch.replace(teacher_signal=TopK(ids, logps))
 
 
-def _as_read(example: Example, reading: TeacherInput) -> Example:
+def _teacher_example(example: Example, reading: TeacherInput) -> Example:
     """The example as the teacher has it."""
     prompt = example.prompt if reading.prompt is None else reading.prompt
     if reading.aligned is None:
@@ -141,7 +141,7 @@ def _in_order(batch: MicroBatch, read: TeacherBatch, branches: Tensor) -> Teache
     return read.replace(places=places, scored=read.scored[theirs], owner=read.owner[theirs])
 
 
-def _across(batch: MicroBatch, read: TeacherBatch, aligned: Sequence[Any]) -> TeacherBatch:
+def _connect_chunks(batch: MicroBatch, read: TeacherBatch, aligned: Sequence[Any]) -> TeacherBatch:
     """Return the batch of a teacher with its own tokenizer, with the chunks that connect both models' tokens."""
     base = 0
     tokens = 0
@@ -151,11 +151,11 @@ def _across(batch: MicroBatch, read: TeacherBatch, aligned: Sequence[Any]) -> Te
     theirs = []
     match = []
     for one in aligned:
-        mine.append(_moved(one.chunks, base))
-        before.append(_moved([max(n - 1, -1) for n in one.chunks], base))
-        behind.append(_moved([n + 1 if 0 <= n < one.count - 1 else -1 for n in one.chunks], base))
-        theirs.append(_moved(one.their_chunks, base))
-        match.append(_moved(one.match, tokens))
+        mine.append(_offset_indices(one.chunks, base))
+        before.append(_offset_indices([max(n - 1, -1) for n in one.chunks], base))
+        behind.append(_offset_indices([n + 1 if 0 <= n < one.count - 1 else -1 for n in one.chunks], base))
+        theirs.append(_offset_indices(one.their_chunks, base))
+        match.append(_offset_indices(one.match, tokens))
         base = base + one.count
         tokens = tokens + len(one.ids)
     order = torch.argsort(batch.owner, stable=True)
@@ -167,18 +167,18 @@ def _across(batch: MicroBatch, read: TeacherBatch, aligned: Sequence[Any]) -> Te
     if read.texts is not None:
         return read
     by_branch = torch.argsort(read.owner, stable=True)
-    longer = _filled([ranges for one in aligned for ranges in one.longer])
+    longer = _pad_ranges([ranges for one in aligned for ranges in one.longer])
     return read.replace(scored=read.scored[by_branch], owner=read.owner[by_branch], longer=longer)
 
 
-def _filled(rows: Sequence[Sequence[tuple[int, int]]]) -> Tensor:
+def _pad_ranges(rows: Sequence[Sequence[tuple[int, int]]]) -> Tensor:
     """Return rows of ranges as one tensor [rows, most, 2], filled up with empty ranges."""
     most = max(map(len, rows), default=0)
     filled = [[*ranges, *[(0, 0)] * (most - len(ranges))] for ranges in rows]
     return torch.tensor(filled, dtype=torch.long).view(len(rows), most, 2)
 
 
-def _moved(numbers: Sequence[int], by: int) -> Tensor:
+def _offset_indices(numbers: Sequence[int], by: int) -> Tensor:
     """The numbers raised by `by`, but for -1."""
     given = torch.tensor(numbers, dtype=torch.long)
     return given.where(given < 0, given + by)

@@ -55,7 +55,7 @@ class TeacherOptions(OptionKind):
 
 
 TEACHER = OptionGroup(TeacherOptions)
-COMPARED = ("top_k", "top_k_remainder", "precompute", "merge_eos")
+COMPARISON_OPTIONS = ("top_k", "top_k_remainder", "precompute", "merge_eos")
 """Options of how student and teacher are compared, which a recipe may have in its teacher section."""
 
 

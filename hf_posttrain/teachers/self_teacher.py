@@ -126,13 +126,13 @@ def build_self_teacher(trainer: Any, section: TeacherSection, name: str) -> Loca
     if inside is not None:
         with_adapter = SelfTeacher(trainer, inside, description)
         if follows:
-            with_adapter.average = _average(trainer, partial(_adapter_pairs, policy, inside), section.ema)
+            with_adapter.average = _build_average(trainer, partial(_adapter_pairs, policy, inside), section.ema)
         return with_adapter
     whole = sharded.copied(policy, accelerator)
     teacher = LocalTeacher(whole if follows else round_products(whole, accelerator), accelerator, section.offload)
     teacher.description = description
     if follows:
-        teacher.average = _average(trainer, lambda: _weight_pairs(teacher.model, policy), section.ema)
+        teacher.average = _build_average(trainer, lambda: _weight_pairs(teacher.model, policy), section.ema)
     return teacher
 
 
@@ -143,7 +143,7 @@ def check_average(dtypes: Iterable[torch.dtype]) -> None:
         raise InputError(f"teacher.self: ema: {problem}")
 
 
-def _average(
+def _build_average(
     trainer: TrainerInterface, pairs: Callable[[], Mapping[str, tuple[Tensor, Tensor]]], decay: float
 ) -> MovingAverage:
     check_average(average.dtype for average, _ in pairs().values())

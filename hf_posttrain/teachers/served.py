@@ -36,9 +36,9 @@ from .inputs import TeacherBatch, teacher_batch
 from .signal import Request, Sampled, TeacherSignal, TopK
 
 logger = logging.getLogger(__name__)
-TRIED = "1 + 23 = 24, café\n"
+PROBE_TEXT = "1 + 23 = 24, café\n"
 """A text of which other tokenizers make other ids."""
-_NEEDS = {"/v1/completions": "it has no such path, or no such model: see /v1/models"}
+_STATUS_HINTS = {"/v1/completions": "it has no such path, or no such model: see /v1/models"}
 
 
 class ServedTeacher:
@@ -52,8 +52,8 @@ class ServedTeacher:
     def __init__(self, trainer: TrainerInterface, section: TeacherSection, key: str = "teacher"):
         self.trainer = trainer
         self.section = section
-        self.key_of_url = f"{key}.url"
-        self.server = Server(str(section.url), self.key_of_url, _NEEDS)
+        self.url_key = f"{key}.url"
+        self.server = Server(str(section.url), self.url_key, _STATUS_HINTS)
         first = together(self.server.card)
         self.model = first["id"]
         self.root = first.get("root")
@@ -64,7 +64,7 @@ class ServedTeacher:
             logger.info("%s serves %s; its tokenizer is read from %s", section.url, self.root, section.name_or_path)
         tokens = ModelSection(section.name_or_path, trust_remote_code=section.trust_remote_code)
         self.tokenizer = load.load_tokenizer(tokens)
-        own = _vocabulary_of(tokens)
+        own = _vocabulary_size(tokens)
         if own is None:
             logger.info("%s has no config.json: its vocabulary is that of the tokenizer", section.name_or_path)
         self.vocabulary = own or max(self.tokenizer.get_vocab().values()) + 1
@@ -77,7 +77,7 @@ class ServedTeacher:
             longest = int(full_lengths(rows, args).max())
             if longest >= self.longest:
                 problem = f"rows have up to {longest} tokens, and {self.server.url} a --max-model-len of {self.longest}"
-                raise InputError(f"{self.key_of_url}: {problem}: start it with {longest + 1}, or lower max_length")
+                raise InputError(f"{self.url_key}: {problem}: start it with {longest + 1}, or lower max_length")
 
     @property
     def description(self) -> str:
@@ -148,7 +148,7 @@ class ServedTeacher:
             chosen = chosen.where(best.values > -torch.inf, eos.ids[1])
         elif best.values.isinf().any():
             lacks = f"ids from {vocabulary} on, which the student lacks, are among the teacher's best {k}"
-            raise InputError(f"{self.key_of_url}: {lacks}: lower teacher.top_k")
+            raise InputError(f"{self.url_key}: {lacks}: lower teacher.top_k")
         return TopK(chosen, best.values, of_targets)
 
     def target_logps(self, batch: MicroBatch, ends: Sequence[int]) -> Tensor:
@@ -183,19 +183,19 @@ class ServedTeacher:
         given = [*prompt, *answer]
         if self.longest and len(given) >= self.longest:
             problem = f"{len(prompt)} tokens of prompt and {len(answer)} of answer are too long for {self.server.url}"
-            raise ServerError(f"{self.key_of_url}: {problem}: start it with a --max-model-len above {len(given)}")
+            raise ServerError(f"{self.url_key}: {problem}: start it with a --max-model-len above {len(given)}")
         body = {"model": self.model, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": k}
         [choice] = self.server.complete(body, given)
         told = choice.get("prompt_logprobs")
         if not isinstance(told, list) or len(told) != len(given):
             what = f"{self.server.url} gives no prompt_logprobs: it must be vLLM, or alike"
-            raise ServerError(f"{self.key_of_url}: {what}")
+            raise ServerError(f"{self.url_key}: {what}")
         scored = [place for place, on in enumerate(mask or [1] * len(answer), len(prompt)) if on]
         rows = [{int(token): each["logprob"] for token, each in told[place].items()} for place in scored]
         for place, row in zip(scored, rows, strict=True):
             if given[place] not in row or len(row) < min(k, self.vocabulary):
                 problem = f"{self.server.url} gives {len(row)} log-probabilities of token {place}"
-                raise ServerError(f"{self.key_of_url}: {problem} where {k} and its own were asked for")
+                raise ServerError(f"{self.url_key}: {problem} where {k} and its own were asked for")
         if scored and scored[-1] == len(given) - 1 and given[-1] in ends and not {*ends} <= rows[-1].keys():
             rows[-1] |= self._score_next(given[:-1], ends)
         return rows
@@ -210,7 +210,7 @@ class ServedTeacher:
         if len(found) < len({*wanted}):
             problem = f"gives no log-probabilities of {list(wanted)} (logprob_token_ids)"
             mend = "set teacher.merge_eos: false, or take vLLM"
-            raise ServerError(f"{self.key_of_url}: {self.server.url} {problem}: {mend}")
+            raise ServerError(f"{self.url_key}: {self.server.url} {problem}: {mend}")
         return found
 
     def check(self, k: int) -> None:
@@ -219,7 +219,7 @@ class ServedTeacher:
         """
         if k:
             _check_temperature(self.trainer.args.temperature, k, self.vocabulary)
-        ids = self.tokenizer(TRIED)["input_ids"]
+        ids = self.tokenizer(PROBE_TEXT)["input_ids"]
         try:
             together(lambda: self._score(ids[:1] * 2, ids[:1], None, k, []))
         except ServerError as error:
@@ -230,15 +230,15 @@ class ServedTeacher:
                 "/v1/completions",
                 {
                     "model": self.model,
-                    "prompt": TRIED,
+                    "prompt": PROBE_TEXT,
                     "max_tokens": 1,
                     "return_token_ids": True,
                 },
             )["choices"][0].get("prompt_token_ids")
         )
         if told not in (None, ids):
-            read = f"{self.server.url} reads {TRIED!r} as ids {told}, and {self.section.name_or_path} has {ids}"
-            raise InputError(f"{self.key_of_url}: {read}: name the tokenizer of the model that it serves")
+            read = f"{self.server.url} reads {PROBE_TEXT!r} as ids {told}, and {self.section.name_or_path} has {ids}"
+            raise InputError(f"{self.url_key}: {read}: name the tokenizer of the model that it serves")
 
     def key(self) -> Any:
         """What tells its scores from those of another teacher: its model's name, and four scores, roughly."""
@@ -259,14 +259,14 @@ def check_server(section: TeacherSection, key: str, config: Any) -> None:
     """Raises InputError for a served teacher that is not there, or does not go with the Config, before anything else is
     loaded. key: the option that names it.
     """
-    Server(str(section.url), key, _NEEDS).card()
+    Server(str(section.url), key, _STATUS_HINTS).card()
     top_k = config.teacher.top_k
     if top_k and config.temperature != 1 and not section.own_tokenizer:
-        size = _vocabulary_of(ModelSection(section.name_or_path))
+        size = _vocabulary_size(ModelSection(section.name_or_path))
         _check_temperature(config.temperature, top_k, top_k if size is None else size)  # the trainer knows
 
 
-def _vocabulary_of(section: ModelSection) -> int | None:
+def _vocabulary_size(section: ModelSection) -> int | None:
     """The number of token ids by config.json; None: there is a tokenizer alone."""
     with suppress(InputError):
         return load.check_model(section).get_text_config().vocab_size
@@ -276,10 +276,10 @@ def _vocabulary_of(section: ModelSection) -> int | None:
 def _check_temperature(temperature: float, known: int, vocabulary: int) -> None:
     """Raises ServerError where only the whole distribution would do, and `known` tokens of it are there."""
     if temperature != 1 and known < vocabulary:
-        raise ServerError(f"temperature={temperature:g}: {_AT_ONE}")
+        raise ServerError(f"temperature={temperature:g}: {_TEMPERATURE_PROBLEM}")
 
 
-_AT_ONE = (
+_TEMPERATURE_PROBLEM = (
     "a server gives log-probabilities at temperature 1, from whose top tokens others do not follow: set temperature: 1,"
     " or teacher.top_k to the whole vocabulary (and --max-logprobs -1 at the server)"
 )

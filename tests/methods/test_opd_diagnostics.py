@@ -12,7 +12,14 @@ from training_for_tests import LORA, assert_same_step, fix_rollouts, one_step, t
 from hf_posttrain import OPDTrainer
 from hf_posttrain.generation.rollout import repeated_share
 from hf_posttrain.methods import opd_diagnostics, opd_metrics
-from hf_posttrain.methods.opd_diagnostics import BUCKETS, Diagnostics, advice, compare, is_due, metrics_of
+from hf_posttrain.methods.opd_diagnostics import (
+    BUCKETS,
+    Diagnostics,
+    compare_logits,
+    diagnostic_metrics,
+    is_logged_step,
+    rollout_advice,
+)
 from hf_posttrain.scoring.forward import LMHead
 from hf_posttrain.scoring.head import LogitTransform, Tile
 from hf_posttrain.teachers.eos import MergedEOS
@@ -29,7 +36,7 @@ def test_each_number_is_that_of_its_definition():
     states, logits = torch.randn(N, D, dtype=torch.float64), torch.randn(N, V, dtype=torch.float64)
     teacher = TeacherStates(LMHead(linear, linear.forward, LogitTransform()), states)
     scratch = [torch.empty_like(logits) for _ in range(3)]
-    found = compare(logits.clone(), teacher.logits(slice(0, N)), T, ENDS, SPECIAL, scratch)
+    found = compare_logits(logits.clone(), teacher.logits(slice(0, N)), T, ENDS, SPECIAL, scratch)
     q, p = torch.softmax(logits / T, -1), torch.softmax(linear(states).detach() / T, -1)
     terms = q * (q / p).log()
     expected = {
@@ -52,7 +59,7 @@ def test_numbers_by_position_and_shares_of_sums():
     stats = {name: 100.0 * n + torch.arange(1.0, 13.0) for n, name in enumerate(names)}
     rollout = torch.tensor([0] * 8 + [1] * 3 + [2])  # of 8, 3 and 1 tokens, of which the last does not count
     counts = torch.tensor([1.0] * 11 + [0.0])
-    found = metrics_of(stats, rollout, counts, longest=16)  # two tokens a bucket
+    found = diagnostic_metrics(stats, rollout, counts, longest=16)  # two tokens a bucket
     first, last = (1 + 2 + 9 + 10) / 4, 7.5  # the means of a bucket of both rollouts and of one of the first's
     for name, offset in {"kl": 0, "teacher_entropy": 300, "student_stop": 600, "teacher_stop": 700}.items():
         assert mean(found[f"position/{name}_1"]) == offset + first
@@ -77,7 +84,7 @@ def test_the_share_of_what_is_repeated(ids, share):
      (0.9, "on_policy", None), (0.5, "frozen", None), (0.5, "replay", None)],
 )  # fmt: skip
 def test_the_advice_on_rollouts(agreed, rollouts, expected):
-    said = advice({"distill/top1_agreement": agreed, "distill/near_mass": 0.97}, rollouts)
+    said = rollout_advice({"distill/top1_agreement": agreed, "distill/near_mass": 0.97}, rollouts)
     assert f"the same best token at {agreed:.0%} of" in said
     assert "hold 97% of" in said
     assert (expected in said) if expected else ("rollouts:" not in said)
@@ -86,11 +93,11 @@ def test_the_advice_on_rollouts(agreed, rollouts, expected):
 @pytest.mark.parametrize(("first", "steps"), [(False, [2, 5]), (True, [0, 2, 5])])
 def test_steps_are_due_as_the_log_is(first, steps):
     args = SimpleNamespace(logging_first_step=first)
-    assert [n for n in range(7) if is_due(SimpleNamespace(global_step=n, logging_steps=3), args)] == steps
+    assert [n for n in range(7) if is_logged_step(SimpleNamespace(global_step=n, logging_steps=3), args)] == steps
 
 
 def test_where_nothing_was_sampled_nothing_is_said():
-    assert advice({}, "on_policy") is None
+    assert rollout_advice({}, "on_policy") is None
 
 
 @pytest.mark.parametrize("diagnostics", [True, False])
@@ -155,7 +162,7 @@ def test_logits_of_two_dtypes_are_compared_in_the_finer_one(dtypes):
 def test_a_tile_is_compared_in_parts_and_may_be_empty(monkeypatch):
     logits = [torch.randn(7, V) for _ in range(2)]
     whole = observed(*logits)
-    monkeypatch.setattr(opd_diagnostics, "SCRATCH", V)  # a token at once
+    monkeypatch.setattr(opd_diagnostics, "SCRATCH_SIZE", V)  # a token at once
     parts = observed(*logits)
     for name, values in whole.items():
         torch.testing.assert_close(parts[name], values)
@@ -203,8 +210,10 @@ def test_diagnostics_do_not_depend_on_the_loss(name, tmp_path, monkeypatch):
 def test_steps_that_are_logged_are_measured(tmp_path, monkeypatch, caplog):
     fix_rollouts(monkeypatch)
     measured = []
-    whole = opd_metrics.metrics_of
-    monkeypatch.setattr(opd_metrics, "metrics_of", lambda *given: measured.append(whole(*given)) or measured[-1])
+    whole = opd_metrics.diagnostic_metrics
+    monkeypatch.setattr(
+        opd_metrics, "diagnostic_metrics", lambda *given: measured.append(whole(*given)) or measured[-1]
+    )
     given = STEPS | {"max_steps": 7, "logging_steps": 3}
     trainer = trainer_for("opd", tiny_model(), token_rows("opd", 8), tmp_path, second=tiny_model(seed=9), **given)
     with caplog.at_level(logging.INFO):

@@ -22,7 +22,7 @@ from hf_posttrain.methods import METHODS
 from hf_posttrain.methods import rules as names
 from hf_posttrain.recipe import fields
 from hf_posttrain.recipe import rules as of_recipe
-from hf_posttrain.recipe.fields import lora_fields, owners, train_fields
+from hf_posttrain.recipe.fields import lora_fields, methods_with_option, train_fields
 from hf_posttrain.recipe.read import load_recipe
 from hf_posttrain.trainer import rules
 
@@ -45,8 +45,8 @@ def from_transformers(kernel):
 
 
 def test_names_without_torch_are_those_of_the_functions():
-    assert tuple(PAIRED) == names.PAIRED
-    assert tuple(UNPAIRED) == names.UNPAIRED
+    assert tuple(PAIRED) == names.PAIRED_LOSSES
+    assert tuple(UNPAIRED) == names.UNPAIRED_LOSSES
     assert tuple(DIVERGENCES) == names.DIVERGENCES
     assert set(INTEGRATION_TO_CALLBACK) <= set(rules.REPORTERS)
     ours = {name for name, kernel in ALL_ATTENTION_FUNCTIONS.items() if not from_transformers(kernel)}
@@ -225,8 +225,8 @@ def test_what_makes_sense_is_let_through(values):
 
 
 def test_owners_of_a_field():
-    assert owners("sampler") == ["opd"]
-    assert {*owners("beta")} >= {"dpo", "kto", "kd", "opd"}
-    assert "sft" not in owners("beta")
-    assert owners("learning_rate")[:2] == ["sft", "dpo"]  # each with its own default
-    assert owners("max_length") == []  # of all, from PostTrainConfig
+    assert methods_with_option("sampler") == ["opd"]
+    assert {*methods_with_option("beta")} >= {"dpo", "kto", "kd", "opd"}
+    assert "sft" not in methods_with_option("beta")
+    assert methods_with_option("learning_rate")[:2] == ["sft", "dpo"]  # each with its own default
+    assert methods_with_option("max_length") == []  # of all, from PostTrainConfig

@@ -348,10 +348,10 @@ def test_metrics_over_a_real_vocabulary_are_those_of_float64(vocabulary):
     q, p = (torch.log_softmax(side.double(), -1) for side in (student, teacher))
     special, ends = torch.tensor([7, 11]), student.argmax(-1)[:2]
     scratch = [torch.empty_like(student) for _ in range(3)]
-    found = opd_diagnostics.compare(student.clone(), teacher, 1.0, ends, special, scratch)
+    found = opd_diagnostics.compare_logits(student.clone(), teacher, 1.0, ends, special, scratch)
     expected = {
         "kl": reverse_kl(q, p), "student_entropy": -(q.exp() * q).sum(-1), "teacher_entropy": -(p.exp() * p).sum(-1),
-        "near": p.gather(-1, q.topk(opd_diagnostics.NEAR).indices).exp().sum(-1),
+        "near": p.gather(-1, q.topk(opd_diagnostics.NEAR_TOKENS).indices).exp().sum(-1),
         "student_stop": q[:, ends].exp().sum(-1), "teacher_stop": p[:, ends].exp().sum(-1),
     }  # fmt: skip
     for name, exact in expected.items():

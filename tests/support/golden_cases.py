@@ -28,7 +28,13 @@ from models_for_tests import tiny_model
 from tokenizers_for_tests import byte_tokenizer, gpt2_tokenizer
 from training_for_tests import LORA, logs_and_weights, second_model, token_rows, trainer_for
 
-from hf_posttrain.methods.rules import DIVERGENCES, PAIRED, POLICY_GRADIENT, REFERENCE_FREE, UNPAIRED
+from hf_posttrain.methods.rules import (
+    DIVERGENCES,
+    PAIRED_LOSSES,
+    POLICY_GRADIENT,
+    REFERENCE_FREE_LOSSES,
+    UNPAIRED_LOSSES,
+)
 from hf_posttrain.models.config import TeacherSection
 from hf_posttrain.rollouts.options import TOKEN_WEIGHTS
 
@@ -67,14 +73,14 @@ _vary("sft", "nll", {})
 _vary("sft", "neftune", {"neftune_noise_alpha": 5.0})
 _vary("sft", "capped_logits", {}, architecture="gemma2")
 _vary("sft", "experts", {"router_aux_loss_coef": 0.01}, architecture="qwen3_moe")
-for loss in PAIRED:
+for loss in PAIRED_LOSSES:
     _vary("dpo", loss, {"loss_type": loss} | ({"label_smoothing": 1e-3} if loss == "exo_pair" else {}))
 _vary("dpo", "smoothed", {"label_smoothing": 0.1})
 _vary("dpo", "mixed", {"loss_type": ["sigmoid", "sft"], "loss_weights": [0.5, 1.0]})
 _vary("dpo", "nll_coef", {"nll_coef": 0.5})
 _vary("dpo", "cached_reference", {"precompute_ref_log_probs": True})
 _vary("dpo", "windowed", {}, architecture="mistral")
-for loss in UNPAIRED:
+for loss in UNPAIRED_LOSSES:
     _vary("kto", loss, {"loss_type": loss})
 _vary("kto", "weights", {"desirable_weight": "auto", "undesirable_weight": 0.7})
 _vary("kto", "cached_reference", {"precompute_ref_log_probs": True})
@@ -159,7 +165,7 @@ def teacher_of(case: Case, url: str, folder: str) -> tuple[Any, dict[str, Any]]:
     """The second model of the case, and the options that it needs."""
     if case.method not in ("kd", "opd"):
         loss = case.options.get("loss_type")
-        free = isinstance(loss, str) and loss in REFERENCE_FREE
+        free = isinstance(loss, str) and loss in REFERENCE_FREE_LOSSES
         return None if free else second_model(case.method, case.architecture, teachers_only=False), {}
     if case.teacher in ("self", "ema"):
         average = {"ema": 0.5} if case.teacher == "ema" else {}

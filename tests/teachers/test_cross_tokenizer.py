@@ -12,11 +12,11 @@ from tokenizers_for_tests import byte_tokenizer, gpt2_tokenizer, llama2_tokenize
 from training_for_tests import assert_same_step, fake_generate, fix_rollouts, one_step, trainer_for
 from vllm_for_tests import Serving
 
-from hf_posttrain.data.align import Aligner, bytes_of, shared_ids
+from hf_posttrain.data.align import Aligner, shared_ids, token_bytes
 from hf_posttrain.errors import InputError
 from hf_posttrain.losses.divergence import forward_kl, reverse_kl
 from hf_posttrain.models.config import TeacherSection
-from hf_posttrain.teachers.cross_tokenizer import SHARED, CrossTokenizerTeacher, reached
+from hf_posttrain.teachers.cross_tokenizer import MIN_SHARED_MASS, CrossTokenizerTeacher, start_probability
 from hf_posttrain.teachers.eos import MergedEOS
 
 ROWS = [
@@ -35,7 +35,7 @@ def other(request, tmp_path):
     tokenizer.save_pretrained(tmp_path / "other")
     teacher = tiny_model(seed=9, vocab_size=520, eos_token_id=tokenizer.eos_token_id)
     with torch.no_grad():  # mostly, but not everywhere, on tokens that both have
-        shared = {*shared_ids(bytes_of(byte_tokenizer()), bytes_of(tokenizer))[1], tokenizer.eos_token_id}
+        shared = {*shared_ids(token_bytes(byte_tokenizer()), token_bytes(tokenizer))[1], tokenizer.eos_token_id}
         teacher.get_output_embeddings().weight[:] *= 1.6
         teacher.get_output_embeddings().weight[[n for n in range(520) if n not in shared]] = 0
     teacher.config.save_pretrained(tmp_path / "other")
@@ -56,7 +56,7 @@ def tiny_student():
 
 def expect_few_longer_tokens(teacher, tokenizer):
     """Make tokens that the student lacks unlikely where their first byte is even."""
-    mine, theirs = {*bytes_of(byte_tokenizer()).values()}, bytes_of(tokenizer)
+    mine, theirs = {*token_bytes(byte_tokenizer()).values()}, token_bytes(tokenizer)
     bias = torch.zeros(520)
     bias[[token for token, spelt in theirs.items() if spelt not in mine and spelt[0] % 2 == 0]] = -12.0
     teacher.get_output_embeddings().bias = torch.nn.Parameter(bias)
@@ -90,10 +90,10 @@ def by_definition(student, teacher, tokenizer, prompt, their_prompt, answer, fun
     found = Aligner(mine, tokenizer, [258], tokenizer.eos_token_id)(answer)
     q, p = token_logps(student, prompt, answer), token_logps(teacher, their_prompt, found.ids).detach()
     own, theirs = q[range(len(answer)), answer], p[range(len(found.ids)), found.ids]
-    shared, of_teacher = shared_ids(bytes_of(mine), bytes_of(tokenizer))
+    shared, of_teacher = shared_ids(token_bytes(mine), token_bytes(tokenizer))
     shared, of_teacher = [*shared, 258], [*of_teacher, tokenizer.eos_token_id]
     total, gaps = 0.0, []
-    reached = reached_by_definition(p, found.ids, bytes_of(mine), bytes_of(tokenizer))
+    probs = reached_by_definition(p, found.ids, token_bytes(mine), token_bytes(tokenizer))
     for chunk in range(found.count):
         a = [n for n, c in enumerate(found.chunks) if c == chunk]
         b = [n for n, c in enumerate(found.their_chunks) if c == chunk]
@@ -101,10 +101,12 @@ def by_definition(student, teacher, tokenizer, prompt, their_prompt, answer, fun
     for chunk in range(found.count):
         a = [n for n, c in enumerate(found.chunks) if c == chunk]
         b = [n for n, c in enumerate(found.their_chunks) if c == chunk]
-        masses = [q[n, shared].exp().sum() for n in a] + [reached[n] * p[n, of_teacher].exp().sum() for n in b]
+        masses = [q[n, shared].exp().sum() for n in a] + [probs[n] * p[n, of_teacher].exp().sum() for n in b]
         one_to_one = len(a) == len(b) == 1 and function is not None
-        counts["left by what the teacher says"] += one_to_one and min(masses) < SHARED and reached[b[0]] < SHARED
-        if one_to_one and min(masses) >= SHARED:
+        counts["left by what the teacher says"] += (
+            one_to_one and min(masses) < MIN_SHARED_MASS and probs[b[0]] < MIN_SHARED_MASS
+        )
+        if one_to_one and min(masses) >= MIN_SHARED_MASS:
             counts["alone"] += 1
             counts["taken by what the teacher says"] += not found.settled[chunk]
             total = total + function(renormalised(q[a], shared), renormalised(p[b], of_teacher)).sum()
@@ -204,11 +206,11 @@ def test_the_probability_of_a_beginning_is_that_of_a_loop_in_float64():
             if longer[place - 1 - depth, depth] > -torch.inf:
                 against += (longer[place - 1 - depth, depth].double() - path).exp()
         expected.append(1 / (1 + torch.as_tensor(against, dtype=torch.float64)))
-    found = reached(own, longer)
+    found = start_probability(own, longer)
     assert found.tolist() == pytest.approx(torch.stack(expected).tolist(), rel=1e-5)
     assert 0 == found[18] < found.min() + 1e-9
     assert found[0] == 1.0
-    assert reached(own, longer[:, :0]).tolist() == [1.0] * 40
+    assert start_probability(own, longer[:, :0]).tolist() == [1.0] * 40
 
 
 @pytest.mark.parametrize("size", [-5.0, -20.0, -40.0, -95.0])
@@ -219,7 +221,7 @@ def test_a_token_that_longer_ones_compete_with_is_never_taken_for_certain(size):
     logps = torch.full((2, 6), -100.0)
     logps[:, 4], logps[:, 1], logps[:, 0], logps[:, 2] = math.log(0.6), math.log(0.4), size, size + 2
     longer = teacher.longer(logps, torch.tensor([[[1, 2]], [[0, 0]]]))
-    found = reached(torch.tensor([size, -0.1]), longer)[1].item()
+    found = start_probability(torch.tensor([size, -0.1]), longer)[1].item()
     assert found == pytest.approx(0.1192, abs=1e-3) if size > -25 else found < 0.1192 + 1e-3
 
 
