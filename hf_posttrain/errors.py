@@ -1,4 +1,4 @@
-"""Exceptions, and what messages say of places, values and unknown names."""
+"""Exceptions of the package, and helpers that format values, names and hints in their messages."""
 
 import difflib
 import os
@@ -12,69 +12,93 @@ _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 60
 
 
 class InputError(ValueError):
-    """A mistake in what the user gave: its message, which the command prints alone, says what, where and what to do.
+    """A mistake in the user's input. The message states the problem, its location and the fix.
 
-    Whatever it quotes, it is one line of printable text of at most LONGEST characters.
+    The command line prints the message without a traceback. Whatever a message quotes, it is one line of printable
+    text of at most `MAX_LENGTH` characters.
     """
 
-    LONGEST = 1200
+    MAX_LENGTH = 1200
 
-    def __init__(self, message: str):
+    def __init__(self, message: str) -> None:
         line = printable(" ".join(message.splitlines()))
-        half = self.LONGEST // 2 - 10
-        super().__init__(line if len(line) <= self.LONGEST else f"{line[:half]} [...] {line[-half:]}")
+        half = self.MAX_LENGTH // 2 - 10
+        super().__init__(line if len(line) <= self.MAX_LENGTH else f"{line[:half]} [...] {line[-half:]}")
 
 
 class LaunchError(InputError):
-    """A mistake in how a run was launched, or in the engine it asks for: no line of the recipe is to blame."""
+    """A mistake in how a run was launched, or in its engine. It is not attributed to a line of the recipe."""
 
 
 class RunStopped(Exception):
-    """SIGTERM, or a warning that train.stop_on names, has ended a run: the message says which, when, and what to do."""
+    """The end of a run by SIGTERM or by a warning in `train.stop_on`.
+
+    The message states the reason, the step and how to continue.
+    """
 
 
 @contextmanager
-def error_context(where: str) -> Iterator[None]:
-    """Put `where` (a file and line, or a data set and row) in front of the message of an InputError raised inside."""
+def error_context(location: str) -> Iterator[None]:
+    """Prefix the message of an InputError that is raised inside with a location.
+
+    Args:
+        location: File and line, or data set and row.
+    """
     try:
         yield
     except InputError as error:
-        raise InputError(f"{where}: {error}") from error
+        raise InputError(f"{location}: {error}") from error
 
 
-def shown(value: object) -> str:
-    """A value as messages show it: one line of printable text, shortened, however large or deep the value is."""
+def short_repr(value: object) -> str:
+    """Return a shortened representation of a value: one line of printable text, however large or deep the value is."""
     return _SHORT.repr(value)
 
 
-def named(names: Iterable[str]) -> str:
-    """Names of the user's as messages list them, with commas: on one line, control characters written out."""
+def join_names(names: Iterable[str]) -> str:
+    """Join names from user input with commas, on one line with control characters escaped."""
     return ", ".join(printable(str(name)) for name in names)
 
 
-def printable(text: str, kept: str = "") -> str:
-    """The text with control characters written out, but for those that are `kept`."""
-    return "".join(c if c.isprintable() or c in kept else repr(c)[1:-1] for c in text)
+def printable(text: str, keep: str = "") -> str:
+    """Return the text with its control characters escaped, except for those in `keep`."""
+    return "".join(c if c.isprintable() or c in keep else repr(c)[1:-1] for c in text)
 
 
-def nearest(name: str, names: Iterable[str], listed: bool = True, aside: bool = False) -> str:
-    """The end of a message about an unknown name: the nearest valid one (in brackets if the message goes on, `aside`)
-    or, if `listed`, the few valid ones.
+def name_hint(name: str, names: Iterable[str], list_valid: bool = True, in_brackets: bool = False) -> str:
+    """Return the end of a message about an unknown name: the most similar valid name, or the few valid ones.
+
+    Args:
+        name: The unknown name.
+        names: The valid names.
+        list_valid: Whether to list the valid names if none of them is similar and there are at most 12.
+        in_brackets: Whether to put the similar name in brackets, for a message that continues after the hint.
+
+    Returns:
+        For example "; did you mean 'sigmoid'?", or an empty string.
     """
     names = sorted(names)
     name = name.replace("-", "_").lower()
-    begun = [each for each in names if len(name) > 2 and each.lower().startswith(name)]
-    close = difflib.get_close_matches(name, names, n=1) or begun
-    if close:
-        return f" (did you mean {close[0]!r}?)" if aside else f"; did you mean {close[0]!r}?"
-    return f"; valid: {', '.join(names)}" if listed and len(names) <= 12 else ""
+    completions = [valid for valid in names if len(name) > 2 and valid.lower().startswith(name)]
+    similar = difflib.get_close_matches(name, names, n=1) or completions
+    if similar:
+        return f" (did you mean {similar[0]!r}?)" if in_brackets else f"; did you mean {similar[0]!r}?"
+    return f"; valid: {', '.join(names)}" if list_valid and len(names) <= 12 else ""
 
 
-def nearest_path(path: Path, aside: bool = False) -> str:
-    """Return the end of a message about a missing path: "; did you mean 'folder/x'?" if its folder has something like
-    it; of a path that exists, that it is a folder, or a file. aside: as in `nearest`.
+def path_hint(path: Path, in_brackets: bool = False) -> str:
+    """Return the end of a message about a path that does not exist or has the wrong type.
+
+    Args:
+        path: The path.
+        in_brackets: As in `name_hint`.
+
+    Returns:
+        "; did you mean 'folder/x'?" if the folder of the path has a similar entry. For a path that exists, a statement
+        that it is a folder, or a file. Otherwise an empty string.
     """
     if path.exists():
         return f": it is a {'folder' if path.is_dir() else 'file'}"
-    hint = nearest(path.name, os.listdir(path.parent) if path.parent.is_dir() else [], listed=False, aside=aside)
+    entries = os.listdir(path.parent) if path.parent.is_dir() else []
+    hint = name_hint(path.name, entries, list_valid=False, in_brackets=in_brackets)
     return hint.replace("'", f"'{path.parent}/", 1) if hint and path.parent != Path(".") else hint

@@ -43,7 +43,7 @@ def command(shelf, monkeypatch, capsys):
     monkeypatch.chdir(shelf)
     # other tests look at the report and at long sample answers, which take most of the time
     monkeypatch.setattr(report, "write", lambda folder: None)
-    monkeypatch.setattr(callbacks, "LONGEST", 4)
+    monkeypatch.setattr(callbacks, "MAX_NEW_TOKENS", 4)
 
     def call(recipe, *arguments):
         Path("recipe.yaml").write_text(write_tree(recipe))
@@ -77,7 +77,7 @@ def disagreement(recipe, command):
     # One line of each, which says the same: a place may be before it where the recipe is to blame.
     whole = [lines[0] if len(lines) == 1 else "" for lines in (refused, failed)]
     said = [re.sub(r"^error: (recipe\.yaml:\d+: )?", "", line) for line in whole]
-    clear = all(line.isprintable() and 0 < len(line) < InputError.LONGEST + 40 for line in whole)
+    clear = all(line.isprintable() and 0 < len(line) < InputError.MAX_LENGTH + 40 for line in whole)
     if (code, ended) != (2, 2) or said[0] != said[1] or not clear:
         return "refuses", f"exit codes {code} and {ended}: {refused} | {failed}"
     return "refuses", ""

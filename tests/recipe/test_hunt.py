@@ -138,7 +138,7 @@ def mutate_tree(tree, draw):
 def fits(field, value):
     """Is the value of a kind that the field takes?"""
     try:
-        return bool(fields.build({"x": field}, {"x": value}, "", lambda key: ""))
+        return bool(fields.build_kwargs({"x": field}, {"x": value}, "", lambda key: ""))
     except InputError:
         return False
 
@@ -190,7 +190,7 @@ def hunt(cases, capsys, monkeypatch):
         said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
         line = said[0] if said else ""
         if found == "refused" and not (
-            code == 2 and len(said) == 1 and line.isprintable() and len(line) < InputError.LONGEST + 20
+            code == 2 and len(said) == 1 and line.isprintable() and len(line) < InputError.MAX_LENGTH + 20
         ):
             found = "traceback"
         counts[found] += 1
