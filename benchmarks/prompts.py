@@ -23,7 +23,7 @@ from torch import Tensor
 from hf_posttrain.batching.micro_batch import MicroBatch
 from hf_posttrain.check.saved_tensors import SavedTensorCounter
 from hf_posttrain.data.images import ImageReader, stored
-from hf_posttrain.models.load import without_videos
+from hf_posttrain.models.load import without_video_processor
 from hf_posttrain.scoring import forward
 from hf_posttrain.scoring.attention_selection import choose_attention, row_multiple
 from hf_posttrain.scoring.head import LogProb
@@ -92,7 +92,7 @@ def _processor() -> Any:
     del words["w5"]
     tokenizer = tf.PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="w0")))
     images = Qwen2VLImageProcessorPil(patch_size=16, size={"shortest_edge": 4096, "longest_edge": 448 * 448})
-    return without_videos(tf.Qwen3VLProcessor)(images, tokenizer)
+    return without_video_processor(tf.Qwen3VLProcessor)(images, tokenizer)
 
 
 def step(model: Any, batch: MicroBatch) -> tuple[float, int, Tensor]:

@@ -19,7 +19,7 @@ from ..errors import InputError
 from ..scoring import forward
 from ..scoring.attention_selection import choose_attention
 from ..scoring.head import LogProb
-from .adapters import of_adapters
+from .adapters import is_adapter_weight
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class FrozenModel:
             self.on_device = False
 
 
-def round_products(model: nn.Module, accelerator: Accelerator) -> nn.Module:
+def precast_linear_weights(model: nn.Module, accelerator: Accelerator) -> nn.Module:
     """`model` with the weights of its linear layers in the dtype to which autocast rounds them at each use: half the
     memory, and the same numbers to the last bit.
 
@@ -129,7 +129,7 @@ class Reference:
         policy = forward.unwrapped(self.trainer.model)
         if self.second is None and self.inside not in (None, nullcontext):
             trained = [name for name, weight in policy.named_parameters() if weight.requires_grad]
-            if base := [name for name in trained if not of_adapters(policy, name)]:
+            if base := [name for name in trained if not is_adapter_weight(policy, name)]:
                 problem = f"{base[0]} was frozen when the trainer was built"
                 raise InputError(f"{problem}, and its reference would move with it")
         gap = ((logps.detach() - ref).abs() / lengths.clamp(min=1)).view(len(rows), -1).amax(1)

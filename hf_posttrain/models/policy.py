@@ -20,10 +20,10 @@ from ..scoring import forward
 from ..scoring.attention_selection import avoid_cudnn, choose_attention
 from ..scoring.rotary import rope_switch
 from . import load
-from .acceleration import speed_up, warn_if_not_compiled
+from .acceleration import apply_liger_and_compile, warn_if_not_compiled
 from .adapter_base_check import warn_if_base_changed
 from .adapters import adapted_layers, add_adapter, check_adapter_kind, describe_adapter, skip_needless_casts
-from .config import ModelSection, whole_path
+from .config import ModelSection, resolve_path
 
 logger = logging.getLogger(__name__)
 
@@ -46,10 +46,10 @@ def resolve_model(
     if isinstance(model, str):
         section = ModelSection(name_or_path=model, lora=None if peft_config is None else {})
         section.trust_remote_code = args.trust_remote_code
-        options = load.take_options(section, args.model_init_kwargs or {})
+        options = load.apply_model_init_kwargs(section, args.model_init_kwargs or {})
         if tokenizer is None:
             config = load.check_model(section)
-            section.images = load.only_sees(config) or (images and load.saved_with_vision(config))
+            section.images = load.is_vision_only(config) or (images and load.saved_with_vision(config))
         else:
             section.images = sees
         model = load.load_model(section, options=options)
@@ -66,15 +66,15 @@ def resolve_model(
     if read_by(tokenizer) and not forward.sees(model):
         name = type(forward.causal_lm(model)).__name__
         raise InputError(f"{name} sees no pictures: load it with AutoModelForImageTextToText, or pass its tokenizer")
-    return model, load.with_pad(tokenizer)
+    return model, load.with_pad_token(tokenizer)
 
 
 def find_terminal_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict | None) -> list[int]:
     """The ids that end an answer: the chat template's turn end, the eos, and those of the model's generation config."""
-    return terminal_ids_of(getattr(forward.causal_lm(model), "generation_config", None), tokenizer, template_kwargs)
+    return terminal_ids_from_config(getattr(forward.causal_lm(model), "generation_config", None), tokenizer, template_kwargs)
 
 
-def terminal_ids_of(config: Any, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict | None) -> list[int]:
+def terminal_ids_from_config(config: Any, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict | None) -> list[int]:
     """The same by a generation config, which may be None."""
     ids = [chat.turn_end_id(tokenizer, template_kwargs)] if tokenizer.chat_template else []
     own = getattr(config, "eos_token_id", None)
@@ -85,18 +85,18 @@ def terminal_ids_of(config: Any, tokenizer: PreTrainedTokenizerBase, template_kw
 
 
 def align_generation(model: nn.Module, tokenizer: PreTrainedTokenizerBase, ends: list[int]) -> None:
-    """Make generation stop at every id of `ends`, in memory and, with `generation_config`, saved."""
-    generation = generation_config(model, ends)
+    """Make generation stop at every id of `ends`, in memory and, with `set_generation_config`, saved."""
+    generation = set_generation_config(model, ends)
     config = forward.causal_lm(model).config.get_text_config()
     # both configs get the tokenizer's special ids
     for name in ("eos_token_id", "pad_token_id", "bos_token_id"):
         if (value := getattr(tokenizer, name)) is not None:
             setattr(config, name, value)
             setattr(generation, name, value)
-    generation.eos_token_id = _as_eos(ends)
+    generation.eos_token_id = _eos_value(ends)
 
 
-def generation_config(model: nn.Module, ends: list[int]) -> GenerationConfig:
+def set_generation_config(model: nn.Module, ends: list[int]) -> GenerationConfig:
     """What the model generates by from now on: its own config, which the user may have replaced, with `ends` where that
     has no eos. A copy that HF can save: one that it refuses is made to sample (for a temperature without it, as in some
     releases), or else replaced.
@@ -106,25 +106,25 @@ def generation_config(model: nn.Module, ends: list[int]) -> GenerationConfig:
     # on an adapter's wrapper it counts before that of the model inside
     given = next(filter(None, (vars(each).get("generation_config") for each in (wrapper, inner))), None)
     generation = copy.deepcopy(given) or GenerationConfig.from_model_config(inner.config)
-    if problem := _unsavable(generation):
+    if problem := _validation_problem(generation):
         generation.do_sample = True
-        if _unsavable(generation):
+        if _validation_problem(generation):
             logger.warning("generation_config: HF does not save it, so it is left out: %s", problem)
             generation = GenerationConfig.from_model_config(inner.config)
         else:
             logger.warning("generation_config: do_sample is true now: without it HF saves no options of sampling")
     if generation.eos_token_id is None:
-        generation.eos_token_id = _as_eos(ends)
+        generation.eos_token_id = _eos_value(ends)
     vars(wrapper).pop("generation_config", None)
     inner.generation_config = generation
     return generation
 
 
-def _as_eos(ends: list[int]) -> list[int] | int | None:
+def _eos_value(ends: list[int]) -> list[int] | int | None:
     return ends if len(ends) > 1 else ends[0] if ends else None
 
 
-def _unsavable(generation: GenerationConfig) -> str:
+def _validation_problem(generation: GenerationConfig) -> str:
     """Why HF refuses to save it; empty where it does not."""
     try:
         generation.validate(strict=True)
@@ -155,19 +155,19 @@ def prepare_policy(model: nn.Module, peft_config: PeftConfig | None, args: Any) 
         model = add_adapter(model, peft_config, vision=args.train_vision)
     elif isinstance(model, peft.PeftModel) and (base := forward.causal_lm(model).config.name_or_path):
         for adapter in model.peft_config.values():  # what is saved names the base that it is trained on from now on
-            if whole_path(str(adapter.base_model_name_or_path)) != whole_path(base):
+            if resolve_path(str(adapter.base_model_name_or_path)) != resolve_path(base):
                 adapter.base_model_name_or_path = base
                 adapter.revision = None
     for adapter in getattr(model, "peft_config", {}).values():  # and from any folder
         if adapter.base_model_name_or_path:
-            adapter.base_model_name_or_path = whole_path(adapter.base_model_name_or_path)
+            adapter.base_model_name_or_path = resolve_path(adapter.base_model_name_or_path)
     active: Any = model.base_model.active_adapters if isinstance(model, peft.PeftModel) else []
     if len(active) > 1:
         named = ", ".join(active)
         raise InputError(f"several adapters are active ({named}), of which PEFT saves one: merge them, or activate one")
     if not args.disable_dropout:
-        switch_on_noise(model)
-    elif rates := switch_off_noise(model):
+        restore_dropout(model)
+    elif rates := disable_dropout(model):
         logger.info("disable_dropout: off are %s", ", ".join(rates))
     module: Any
     for module in model.modules():
@@ -201,7 +201,7 @@ def prepare_policy(model: nn.Module, peft_config: PeftConfig | None, args: Any) 
             f"max_length={args.max_length}: above {switch} tokens the model has other rotary frequencies (LongRoPE or "
             f"dynamic NTK), so a longer rollout is not scored as it was sampled: set max_length={switch}"
         )
-    speed_up(model, args)
+    apply_liger_and_compile(model, args)
     if args.layout == "padded":  # there a row is one document
         avoid_cudnn(args.device)
     else:
@@ -227,23 +227,23 @@ def with_supported_checkpointing(model: nn.Module, args: TrainingArguments) -> A
     return args
 
 
-def switch_off_noise(model: nn.Module) -> list[str]:
+def disable_dropout(model: nn.Module) -> list[str]:
     """Set every dropout to 0, and let routers route in training as they do in evaluation. Returns what was on.
 
     Rates are in modules, LoRA's too, in attributes that a forward reads, and in the config where a forward reads that.
-    `own_rates` puts them back for saving, `switch_on_noise` for good.
+    `original_dropout` puts them back for saving, `restore_dropout` for good.
     """
     found: set[str] = set()
     inner = forward.causal_lm(model)
     inner.own_rates = getattr(inner, "own_rates", [])  # of an earlier trainer of the same model
     owner: Any
     for owner in (inner.config, inner.config.get_text_config(), *model.modules()):
-        rates = {name: value for name, value in vars(owner).items() if "drop" in name and _is_on(value)}
-        if "Dropout" in type(owner).__name__ and _is_on(getattr(owner, "p", None)):  # torch's, PEFT's for BOFT
+        rates = {name: value for name, value in vars(owner).items() if "drop" in name and _is_active(value)}
+        if "Dropout" in type(owner).__name__ and _is_active(getattr(owner, "p", None)):  # torch's, PEFT's for BOFT
             rates["p"] = owner.p
         if rates:
             inner.own_rates.append((owner, rates))
-            vars(owner).update(_switched_off(rates))
+            vars(owner).update(_zeroed(rates))
             found.update("dropout" if name == "p" else name for name in rates)
     module: Any
     for module in model.modules():
@@ -255,16 +255,16 @@ def switch_off_noise(model: nn.Module) -> list[str]:
     return sorted(found)
 
 
-def _is_on(rate: Any) -> bool:
+def _is_active(rate: Any) -> bool:
     """Of dropout: a number above 0, or one of those that PEFT keeps for each adapter."""
-    return any(map(_is_on, rate.values())) if isinstance(rate, dict) else isinstance(rate, float) and rate > 0
+    return any(map(_is_active, rate.values())) if isinstance(rate, dict) else isinstance(rate, float) and rate > 0
 
 
-def _switched_off(rates: dict[str, Any]) -> dict[str, Any]:
-    return {name: _switched_off(rate) if isinstance(rate, dict) else 0.0 for name, rate in rates.items()}
+def _zeroed(rates: dict[str, Any]) -> dict[str, Any]:
+    return {name: _zeroed(rate) if isinstance(rate, dict) else 0.0 for name, rate in rates.items()}
 
 
-def switch_on_noise(model: nn.Module) -> None:
+def restore_dropout(model: nn.Module) -> None:
     """Put the rates back that a trainer has switched off before."""
     found = vars(forward.causal_lm(model)).pop("own_rates", [])
     for owner, rates in reversed(found):  # the first of several trainers has seen the model as it came
@@ -281,7 +281,7 @@ def _stay_in_eval_mode(module: nn.Module, mode: bool = True) -> nn.Module:
 
 
 @contextmanager
-def own_rates(model: nn.Module) -> Iterator[None]:
+def original_dropout(model: nn.Module) -> Iterator[None]:
     """Inside, the config has the rates of dropout that the model came with: for saving it."""
     known = getattr(forward.causal_lm(model), "own_rates", [])
     now = [(owner, {name: vars(owner)[name] for name in rates}) for owner, rates in known]

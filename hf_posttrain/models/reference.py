@@ -20,7 +20,7 @@ from ..engines import engine, launch, sharded
 from ..errors import InputError
 from . import adapters, load, score_cache
 from .config import ModelSection
-from .frozen import FrozenModel, Reference, round_products, shares_trained_weights
+from .frozen import FrozenModel, Reference, precast_linear_weights, shares_trained_weights
 
 logger = logging.getLogger(__name__)
 COPY = "frozen_reference"  # name of the copy among the policy's adapters
@@ -37,7 +37,7 @@ def make_reference(trainer: Any, ref_model: nn.Module | str | None, lay_out: Cal
     policy = trainer.model
     accelerator = trainer.accelerator
     asked = trainer.args.precompute_ref_log_probs
-    precompute = planned_twice(trainer) if asked is None else asked
+    precompute = plans_repeated_passes(trainer) if asked is None else asked
     # under an adapter the base is there already: a new adapter is switched off, of a continued one a copy is kept
     adapted = isinstance(policy, peft.PeftModel)
     inside: Callable = nullcontext
@@ -56,12 +56,12 @@ def make_reference(trainer: Any, ref_model: nn.Module | str | None, lay_out: Cal
         second = FrozenModel(ref_model, accelerator)
     elif (precompute and engine.changes_weights(accelerator)) or not (asked or by_adapter):
         # a policy that its engine has yet to cut or cast cannot score for itself
-        second = FrozenModel(round_products(sharded.copied(policy, accelerator), accelerator), accelerator)
+        second = FrozenModel(precast_linear_weights(sharded.copied(policy, accelerator), accelerator), accelerator)
     if second is not None:
         trainer.set_second_models([second])
     reference = Reference(trainer, inside, second, lay_out, starts_equal=ref_model is None)
     if precompute:
-        _score_beforehand(trainer, reference)
+        _precompute(trainer, reference)
         if second is not None and not (asked or by_adapter):
             second.release()
         elif second is not None:
@@ -77,14 +77,14 @@ def adapter_reference(policy: peft.PeftModel, new: bool) -> Callable | None:
 
     new: does its adapter begin as no change?
     """
-    base = [name for name, p in policy.named_parameters() if p.requires_grad and not adapters.of_adapters(policy, name)]
+    base = [name for name, p in policy.named_parameters() if p.requires_grad and not adapters.is_adapter_weight(policy, name)]
     if not base:
         return peft.PeftModel.disable_adapter if new else FrozenAdapterReference(policy)
     logger.info("reference: a copy of the whole policy, since %s of the base is trained too", base[0])
     return None
 
 
-def planned_twice(trainer: Any) -> bool:
+def plans_repeated_passes(trainer: Any) -> bool:
     """Are the training rows planned to be seen more than once? Then it is cheaper to score them beforehand."""
     args = trainer.args
     evaluated = trainer.eval_dataset
@@ -97,7 +97,7 @@ def planned_twice(trainer: Any) -> bool:
     return passes > 1
 
 
-def _score_beforehand(trainer: Any, reference: Reference) -> None:
+def _precompute(trainer: Any, reference: Reference) -> None:
     """Give the trainer's rows `ref_logps`, K floats a row, from the cache on disk or scored now."""
     args = trainer.args
     size = trainer.args.precompute_ref_batch_size or trainer.args.per_device_eval_batch_size
@@ -118,15 +118,15 @@ class FrozenAdapterReference:
 
     def __init__(self, policy: peft.PeftModel):
         self.trained = policy.active_adapter
-        if COPY in policy.peft_config:  # of an earlier trainer of this policy, as in rounds of DPO
-            policy.delete_adapter(COPY)
-        config = adapters.adapter_shape(policy.peft_config[self.trained])
+        if REFERENCE_ADAPTER in policy.peft_config:  # of an earlier trainer of this policy, as in rounds of DPO
+            policy.delete_adapter(REFERENCE_ADAPTER)
+        config = adapters.config_with_default_init(policy.peft_config[self.trained])
         if hasattr(config, "bias"):
             config.bias = "none"  # here the base has no biases, and PEFT refuses a second adapter that asks for them
-        policy.add_adapter(COPY, config)
-        self.config = policy.peft_config[COPY]
+        policy.add_adapter(REFERENCE_ADAPTER, config)
+        self.config = policy.peft_config[REFERENCE_ADAPTER]
         state = peft.get_peft_model_state_dict(policy, adapter_name=self.trained)
-        peft.set_peft_model_state_dict(policy, {key: value.clone() for key, value in state.items()}, COPY)
+        peft.set_peft_model_state_dict(policy, {key: value.clone() for key, value in state.items()}, REFERENCE_ADAPTER)
         with self(policy):
             pass  # leaves the copy without gradients and the policy's own adapter active
 
@@ -135,14 +135,14 @@ class FrozenAdapterReference:
         """The copy in the trained adapter's place inside; what was trainable is trainable again outside. Raises
         InputError where a later trainer of this policy has made another copy.
         """
-        if policy.peft_config.get(COPY) is not self.config:
+        if policy.peft_config.get(REFERENCE_ADAPTER) is not self.config:
             raise InputError("a later trainer of this model has replaced the reference: build this trainer once more")
         if policy.active_adapter != self.trained:
             active = policy.active_adapter
             raise InputError(f"adapter {active!r} is active, and the trainer was built for {self.trained!r}")
         # PEFT makes an adapter trainable when it activates it, so remember what was
         trainable = {key for key, p in policy.named_parameters() if p.requires_grad and f".{COPY}." not in key}
-        policy.set_adapter(COPY)
+        policy.set_adapter(REFERENCE_ADAPTER)
         try:
             yield
         finally:
@@ -158,7 +158,7 @@ def without_reference_adapter(model: nn.Module, state: dict[str, Tensor] | None)
     state: what would be saved, None for the model's own state_dict; gives what is.
     """
     configs = getattr(model, "peft_config", {})
-    config = configs.pop(COPY, None)
+    config = configs.pop(REFERENCE_ADAPTER, None)
     if config is None:
         yield state
         return
@@ -166,4 +166,4 @@ def without_reference_adapter(model: nn.Module, state: dict[str, Tensor] | None)
     try:
         yield {name: tensor for name, tensor in whole.items() if f".{COPY}." not in name}
     finally:
-        configs[COPY] = config
+        configs[REFERENCE_ADAPTER] = config

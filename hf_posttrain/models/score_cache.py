@@ -59,7 +59,7 @@ def add_scores(
         title = f"Scores of {name} by the {what}"
         whole = [key[0], rows_key(rows, trainer), *key[1:], layout_key(trainer)]
         compute = lambda: datasets.Dataset.from_list(score_rows(trainer, rows, size, score, title))  # noqa: E731
-        columns = cached(whole, len(rows), compute, what, trainer.accelerator)
+        columns = load_or_compute(whole, len(rows), compute, what, trainer.accelerator)
         trainer.scored_rows.append(datasets.concatenate_datasets([rows, columns], axis=1))
         return trainer.scored_rows[-1]
 
@@ -73,7 +73,7 @@ def layout_key(trainer: Any) -> str:
     return f"{trainer.data_collator.layout} {implementations}"
 
 
-def cached(
+def load_or_compute(
     key: list[Any], count: int, compute: Callable[[], datasets.Dataset], what: str, accelerator: Accelerator
 ) -> datasets.Dataset:
     """The rows under `key`, computed by all ranks and written by one of each machine where one lacks them.
@@ -83,13 +83,13 @@ def cached(
     # the first rank's key counts: on the others a sharded model may be empty until it is prepared
     [name] = broadcast_object_list([hashlib.sha256("\n".join(map(str, key)).encode()).hexdigest()[:24]])
     folder = Path(datasets.config.HF_DATASETS_CACHE) / "hf_posttrain" / f"{what}-{name}"
-    known = _saved(folder, count)
+    known = _load_complete(folder, count)
     if all(gather_object([known is not None])):
         logger.info("%s: taken from the cache %s", what, folder)
         return known  # type: ignore[return-value]
     rows = compute()
     # written aside and renamed, so that no other run finds a part of it
-    if accelerator.is_local_main_process and _saved(folder, count) is None:
+    if accelerator.is_local_main_process and _load_complete(folder, count) is None:
         shutil.rmtree(folder, ignore_errors=True)
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(suffix=".partial", dir=folder.parent) as partial:
@@ -100,7 +100,7 @@ def cached(
     return datasets.load_from_disk(str(folder))
 
 
-def _saved(folder: Path, count: int) -> datasets.Dataset | None:
+def _load_complete(folder: Path, count: int) -> datasets.Dataset | None:
     """The rows in a folder, if it has them all: tidied up or full disks leave folders without files, or with part of
     one, which Arrow reads up to where it ends.
     """
@@ -139,7 +139,7 @@ def model_key(model: nn.Module, with_adapter: bool = True) -> str:
     """A hash of what computes: class, config, every weight's name, dtype and bytes (an adapter's where it is on)."""
     inner = forward.causal_lm(model)
     whole_model = forward.unwrapped(model)
-    configs: list[Any] = [computed_config(inner)]
+    configs: list[Any] = [numeric_config(inner)]
     adapted = isinstance(whole_model, peft.PeftModel)
     if with_adapter and adapted:
         configs.append(whole_model.peft_config[whole_model.active_adapter].to_dict())
@@ -149,7 +149,7 @@ def model_key(model: nn.Module, with_adapter: bool = True) -> str:
     described = f"{sharded.plain_class(inner).__name__} {json.dumps(configs, sort_keys=True, default=plain)}"
     weights: dict[str, Any] = whole_model.state_dict(keep_vars=True)
     if adapted and not with_adapter:
-        weights = {name: weight for name, weight in weights.items() if not adapters.of_adapters(whole_model, name)}
+        weights = {name: weight for name, weight in weights.items() if not adapters.is_adapter_weight(whole_model, name)}
     return weights_key(weights, described)
 
 
@@ -167,12 +167,12 @@ def weights_key(weights: Mapping[str, Any], described: str = "", sample: int = 0
     return digest.hexdigest()
 
 
-def computed_config(inner: Any) -> dict[str, Any]:
+def numeric_config(inner: Any) -> dict[str, Any]:
     """The config of a causal LM, but for what changes no number."""
-    return {key: value for key, value in inner.config.to_dict().items() if key not in _NOT_COMPUTED}
+    return {key: value for key, value in inner.config.to_dict().items() if key not in _NON_NUMERIC_KEYS}
 
 
-def plain(value: object) -> Any:
+def json_default(value: object) -> Any:
     """A value as JSON can have it, the same in every process: the order of a set is not."""
     return sorted(value) if isinstance(value, set) else str(value)
 

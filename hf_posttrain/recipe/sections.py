@@ -44,7 +44,7 @@ class DataSection:
     train: Source | list[Source] = option(help="Training rows.")
     eval: Source | list[Source] | None = option(None, "Evaluation rows.")
 
-    def given(self) -> Iterator[tuple[str, Source | list[Source]]]:
+    def splits(self) -> Iterator[tuple[str, Source | list[Source]]]:
         """("train", sources) and, if there are any, ("eval", sources)."""
         yield "train", self.train
         if self.eval is not None:
@@ -87,9 +87,9 @@ class Recipe:
     def models(self) -> Iterator[tuple[str, ModelSection]]:
         """("model", section) and the same of each teacher whose weights are loaded: no server, nor the student."""
         yield "model", self.model
-        yield from ((key, section) for key, section in self.taught_by() if not (section.url or section.self))
+        yield from ((key, section) for key, section in self.teacher_sections() if not (section.url or section.self))
 
-    def taught_by(self) -> Iterator[tuple[str, TeacherSection]]:
+    def teacher_sections(self) -> Iterator[tuple[str, TeacherSection]]:
         """("teacher", section) of the teacher, or ("teachers.NAME", section) of each of several."""
         if self.teacher:
             yield "teacher", self.teacher
@@ -98,7 +98,7 @@ class Recipe:
 
     def sources(self) -> Iterator[tuple[str, Source]]:
         """(dotted key, source) of everything that is read."""
-        for name, given in self.data.given():
+        for name, given in self.data.splits():
             for number, source in enumerate(given if isinstance(given, list) else [given]):
                 yield f"data.{name}.{number}" if isinstance(given, list) else f"data.{name}", source
 

@@ -41,7 +41,7 @@ def write(run: Run) -> None:
         base_model=None if local else run.base_model,
         datasets=list(dict.fromkeys(filter(is_hub_name, paths))) or None,
         library_name="peft" if run.adapter else "transformers",
-        pipeline_tag="image-text-to-text" if run.sees else "text-generation",
+        pipeline_tag="image-text-to-text" if run.takes_images else "text-generation",
         model_name=run.name,
         tags=[tag for tag in ("hf_posttrain", run.method, adapter, "generated_from_trainer") if tag],
     ).to_yaml()
@@ -54,7 +54,7 @@ def write(run: Run) -> None:
         cell=lambda text: re.sub(r"([\\|<>`*_\[\]])", r"\\\1", " ".join(str(text).split())),
         python=repr,
         code=lambda text: f"`{' '.join(str(text).split()).replace('`', chr(39))}`",
-        papers=list_papers(run.row, run.arguments, adapter == "lora"),
+        papers=list_papers(run.method_spec, run.arguments, adapter == "lora"),
     )
     file.write_text(text, encoding="utf-8")
 

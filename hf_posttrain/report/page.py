@@ -90,7 +90,7 @@ def list_facts(run: Run) -> list[tuple[str, str, str]]:
     """(name, value, remark): loss, exact match and key metrics (of evaluation where there is one), steps and time."""
     found = []
     # Held-out values tell more than those of training, so they are shown where there are any.
-    for metric in ("loss", "exact_match", "score", *(run.row.key_metrics if run.row else ())):
+    for metric in ("loss", "exact_match", "score", *(run.method_spec.key_metrics if run.method_spec else ())):
         key, split = (f"eval_{metric}", "evaluation") if f"eval_{metric}" in run.history else (metric, "training")
         if series := run.history.get(key):
             # at step 0 a policy prefers nothing to its reference: all are ties, which is no accuracy of 0
@@ -204,7 +204,7 @@ def list_evaluations(run: Run) -> list[tuple[str, str, str]]:
 
 def describe_rounds(run: Run) -> str:
     """A run's rounds, judge and what it trained on, in a sentence; "" without any."""
-    given = run.in_rounds
+    given = run.rounds_section
     if not given:
         return ""
     judge = given.get("judge") or {}

@@ -141,7 +141,7 @@ def _build_local(trainer: TrainerInterface, given: TeacherLike, name: str, offlo
         section = ModelSection(name_or_path=given) if isinstance(given, str) else given
         offload = offload or section.offload
         kwargs = args.teacher_model_init_kwargs or {}
-        options = load.take_options(section, kwargs, "teacher_model_init_kwargs")
+        options = load.apply_model_init_kwargs(section, kwargs, "teacher_model_init_kwargs")
         model = load.load_model(section, trainable=False, options=options)
     launch.check_model(model, args)
     if shares_trained_weights(model, trainer.model):

@@ -15,8 +15,8 @@ from ..engines import engine, sharded
 from ..errors import InputError
 from ..models import score_cache
 from ..models.config import TeacherSection
-from ..models.frozen import FrozenModel, round_products
-from ..models.reference import COPY, adapter_reference
+from ..models.frozen import FrozenModel, precast_linear_weights
+from ..models.reference import REFERENCE_ADAPTER, adapter_reference
 from ..scoring import forward
 from ..trainer.interface import TrainerInterface
 from .local import LocalTeacher
@@ -129,7 +129,7 @@ def build_self_teacher(trainer: Any, section: TeacherSection, name: str) -> Loca
             with_adapter.average = _build_average(trainer, partial(_adapter_pairs, policy, inside), section.ema)
         return with_adapter
     whole = sharded.copied(policy, accelerator)
-    teacher = LocalTeacher(whole if follows else round_products(whole, accelerator), accelerator, section.offload)
+    teacher = LocalTeacher(whole if follows else precast_linear_weights(whole, accelerator), accelerator, section.offload)
     teacher.description = description
     if follows:
         teacher.average = _build_average(trainer, lambda: _weight_pairs(teacher.model, policy), section.ema)

@@ -29,7 +29,7 @@ from ..generation.completions_client import PLAIN, Server, ServerError, at_once,
 from ..models import load
 from ..models.config import ModelSection, TeacherSection
 from ..models.frozen import FrozenModel
-from ..models.policy import terminal_ids_of
+from ..models.policy import terminal_ids_from_config
 from ..trainer.config import PostTrainConfig
 from ..trainer.interface import TrainerInterface
 from .inputs import TeacherBatch, teacher_batch
@@ -249,7 +249,7 @@ class ServedTeacher:
 
     def ends(self, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any] | None) -> list[int]:
         """The ids that end an answer, as far as its folder says."""
-        return terminal_ids_of(load.generation_config_of(self.section), tokenizer, template_kwargs)
+        return terminal_ids_from_config(load.load_generation_config(self.section), tokenizer, template_kwargs)
 
     def release(self) -> None:
         """It is elsewhere."""

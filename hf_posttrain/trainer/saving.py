@@ -20,9 +20,9 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from ..engines import engine, sharded
 from ..errors import InputError
-from ..models.adapters import adapted_layers, adapter_shape
+from ..models.adapters import adapted_layers, config_with_default_init
 from ..models.hub_weights import hub_weights
-from ..models.policy import generation_config, own_rates
+from ..models.policy import set_generation_config, original_dropout
 from ..models.reference import without_reference_adapter
 from ..scoring import forward
 from . import checkpoint, rules, stateful
@@ -132,7 +132,7 @@ def save_merged(trainer: TrainerInterface, folder: str) -> None:
     check_mergeable(policy)
     state = whole_state(trainer, adapter_only=False) or policy.state_dict()
     if trainer.args.should_save:
-        generation = generation_config(policy, trainer.terminal_ids)
+        generation = set_generation_config(policy, trainer.terminal_ids)
         write_merged(policy, state, trainer.processing_class, generation, folder)
 
 
@@ -151,7 +151,7 @@ def write_merged(
     head = base.get_output_embeddings()
     if tied := head is not None and head.weight is base.get_input_embeddings().weight:
         head.weight = nn.Parameter(head.weight.detach().clone())
-    twin = peft.get_peft_model(base, adapter_shape(policy.peft_config[trained]), adapter_name=trained)
+    twin = peft.get_peft_model(base, config_with_default_init(policy.peft_config[trained]), adapter_name=trained)
     # what a layer has worked out of its base's weight and no state has: AdaMSS, which of its rows go together
     for copied, layer in zip(adapted_layers(twin), adapted_layers(policy), strict=True):
         for name in layer.other_param_names:
@@ -351,7 +351,7 @@ class SavingMixin(TrainerInterface):
         # checkpoints, which are resumed, keep the adapter: HF names a folder for them, and none for push_to_hub
         merged = self.args.merge_lora and not (_internal_call and output_dir)
         check_folder(self, folder, merged)
-        with writing(folder), own_rates(self.model):
+        with writing(folder), original_dropout(self.model):
             if self.args.should_save:  # a tokenizer without a chat template leaves that of an earlier run there
                 Path(folder, "chat_template.jinja").unlink(missing_ok=True)
                 shutil.rmtree(Path(folder, "additional_chat_templates"), ignore_errors=True)
@@ -368,7 +368,7 @@ class SavingMixin(TrainerInterface):
         """HF's, and the generation config with the trained turn end, next to an adapter too."""
         folder = Path(output_dir or self.args.output_dir)
         exact = any(tensor.dtype == torch.float32 for tensor in (state_dict or {}).values())
-        generation = generation_config(self.model, self.terminal_ids)  # before HF refuses to save it
+        generation = set_generation_config(self.model, self.terminal_ids)  # before HF refuses to save it
         with without_reference_adapter(self.model, state_dict) as state_dict:
             super()._save(output_dir, state_dict)
             if not self.args.should_save:

@@ -79,7 +79,7 @@ def test_a_config_of_another_tokenizer_ends_no_answer(own):
     assert policy.find_terminal_ids(model, tok.base_tokenizer(), None) == [258, 256]
     ends = policy.find_terminal_ids(model, tok.base_tokenizer(), None)
     policy.align_generation(model, tok.base_tokenizer(), ends)
-    assert policy.generation_config(model, []).eos_token_id == [258, 256]
+    assert policy.set_generation_config(model, []).eos_token_id == [258, 256]
 
 
 def test_special_ends_of_the_generation_config_are_kept():

@@ -93,7 +93,7 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 def test_compiled_layers_give_the_same_numbers(lora, checkpointed, graphs):
     compiled, plain = model_of(lora, checkpointed), model_of(lora, checkpointed)
-    acceleration.speed_up(compiled, asked(graphs.backend))
+    acceleration.apply_liger_and_compile(compiled, asked(graphs.backend))
     for batch in batches(4):
         for found, expected in zip(passed(compiled, batch), passed(plain, batch), strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
@@ -118,13 +118,13 @@ def test_layers_that_checkpointing_keeps_from_being_compiled_are_told(bf16, kern
 @pytest.mark.parametrize("raised", [True, False])
 def test_kinds_of_layers_two_models_and_evaluation_are_all_compiled(raised, graphs, monkeypatch):
     """Dynamo's own limit is 8 for a layer's code; Gemma 3 has layers with and without a window."""
-    monkeypatch.setattr(acceleration, "RECOMPILATIONS", acceleration.RECOMPILATIONS if raised else 8)
+    monkeypatch.setattr(acceleration, "RECOMPILE_LIMIT", acceleration.RECOMPILE_LIMIT if raised else 8)
     models = [tiny_model("gemma3", seed=seed, hidden_size=size) for seed, size in ((0, 32), (1, 64))]
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True, recompile_limit=8):
         for model in models:
             forward.enable_scoring(model)
             attention_selection.choose_attention(model, torch.device("cpu"))
-            acceleration.speed_up(model, asked(graphs.backend))
+            acceleration.apply_liger_and_compile(model, asked(graphs.backend))
         with nullcontext() if raised else pytest.raises(FailOnRecompileLimitHit):
             for batch in batches(6):
                 for model in models:
@@ -140,7 +140,7 @@ def test_fifty_shapes_of_batches_take_at_most_four_graphs(lora, checkpointed, gr
     """As on a GPU in bf16, on the meta device: one varlen call a layer, which does not break the graph."""
     allow_meta(monkeypatch)
     model = model_of(lora, checkpointed).to("meta", torch.bfloat16)
-    acceleration.speed_up(model, asked(graphs.backend))
+    acceleration.apply_liger_and_compile(model, asked(graphs.backend))
     shapes = set()
     for batch in batches(50, "meta"):
         shapes.add(batch["input_ids"].shape)
@@ -176,7 +176,7 @@ def test_compiling_warns_of_nothing(graphs, recwarn):
     """Dynamo warns when it traces a function with a cache, such as the one that asks for the varlen kernel."""
     torch._dynamo.reset()
     model = model_of(False, False).to(torch.bfloat16)
-    acceleration.speed_up(model, asked(graphs.backend))
+    acceleration.apply_liger_and_compile(model, asked(graphs.backend))
     passed(model, next(batches(1)))
     assert graphs.found["graphs"]
     assert not [str(each.message) for each in recwarn if "cache" in str(each.message)]
@@ -185,7 +185,7 @@ def test_compiling_warns_of_nothing(graphs, recwarn):
 @pytest.mark.slow
 def test_rollouts_and_checks_run_the_layers_as_written(graphs):
     model = model_of(False, False)
-    acceleration.speed_up(model, asked(graphs.backend))
+    acceleration.apply_liger_and_compile(model, asked(graphs.backend))
     with step.as_written(asked(None)):
         passed(model, next(batches(1)))
     assert not graphs.found["graphs"]
@@ -197,7 +197,7 @@ def test_a_model_without_layers_of_a_name_is_refused():
     model = tiny_model()
     model._no_split_modules = []
     with pytest.raises(InputError, match="names no layers that could be compiled"):
-        acceleration.speed_up(model, asked("eager"))
+        acceleration.apply_liger_and_compile(model, asked("eager"))
 
 
 LIGER = """
@@ -255,14 +255,14 @@ def test_a_model_that_liger_does_not_know_is_refused(monkeypatch):
     model.config.model_type = "unheard_of"
     args = SimpleNamespace(use_liger_kernel=True, liger_kernel_config={}, torch_compile=False)
     with pytest.raises(InputError, match="Liger has no kernels for Qwen3ForCausalLM"):
-        acceleration.speed_up(model, args)
+        acceleration.apply_liger_and_compile(model, args)
 
 
 def test_kernels_that_liger_does_not_know_are_refused():
     pytest.importorskip("liger_kernel")
     args = SimpleNamespace(use_liger_kernel=True, liger_kernel_config={"swigul": False}, torch_compile=False)
     with pytest.raises(InputError, match="Liger has no swigul for Qwen3ForCausalLM; did you mean 'swiglu'"):
-        acceleration.speed_up(tiny_model(), args)
+        acceleration.apply_liger_and_compile(tiny_model(), args)
     with pytest.raises(InputError, match="is no mapping of kernels"):
         SFTConfig(output_dir="o", use_cpu=True, use_liger_kernel=True, liger_kernel_config=["rope"])
 
@@ -281,5 +281,5 @@ def test_a_second_model_that_cannot_be_sped_up_is_left_as_it_is(caplog):
     model = tiny_model()
     model._no_split_modules = []
     with caplog.at_level("INFO"):
-        acceleration.speed_up(model, asked("eager"), second=True)
+        acceleration.apply_liger_and_compile(model, asked("eager"), second=True)
     assert "the second model is not sped up: torch_compile: Qwen3ForCausalLM names no layers" in caplog.text

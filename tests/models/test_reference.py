@@ -23,7 +23,7 @@ from hf_posttrain.methods import METHODS as TABLE
 from hf_posttrain.models import score_cache
 from hf_posttrain.models.config import ModelSection
 from hf_posttrain.models.frozen import branch_logps
-from hf_posttrain.models.reference import COPY
+from hf_posttrain.models.reference import REFERENCE_ADAPTER
 from hf_posttrain.recipe.read import train_config
 from hf_posttrain.recipe.sections import DataSection, Recipe, Source
 from hf_posttrain.scoring import forward as scoring
@@ -65,7 +65,7 @@ def test_sft_lora_continues_into_dpo_with_one_base(tmp_path):
     assert all(torch.equal(p, dict(dpo.model.named_parameters())[name]) for name, p in before.items())
 
     dpo.save_model(tmp_path / "done")
-    assert not (tmp_path / "done" / COPY).exists()
+    assert not (tmp_path / "done" / REFERENCE_ADAPTER).exists()
     again = peft.PeftModel.from_pretrained(tiny_model(), tmp_path / "done")
     trained = peft.get_peft_model_state_dict(dpo.model, adapter_name="default")
     for name, value in peft.get_peft_model_state_dict(again).items():
@@ -266,7 +266,7 @@ def test_each_round_of_training_one_adapter_begins_at_its_own_reference(tmp_path
         losses += [trainer.state.log_history[0]["loss"], trainer.evaluate(rows)["eval_loss"]]
     assert losses[::2] == pytest.approx([0.6931472] * 3, abs=1e-5)
     assert all(abs(loss - 0.6931472) > 1e-3 for loss in losses[1::2])
-    assert sorted(policy.peft_config) == ["default", COPY]
+    assert sorted(policy.peft_config) == ["default", REFERENCE_ADAPTER]
 
 
 @pytest.mark.parametrize(
@@ -450,7 +450,7 @@ def test_equal_rows_share_a_cache_whatever_made_them():
 def test_the_key_of_an_adapters_config_is_the_same_in_every_process():
     """Python orders the strings of a set anew in each process."""
     config = peft.LoraConfig(target_modules={"q_proj", "k_proj", "v_proj", "o_proj", "up_proj"}).to_dict()
-    written = json.loads(json.dumps(config, default=score_cache.plain))
+    written = json.loads(json.dumps(config, default=score_cache.json_default))
     assert written["target_modules"] == ["k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
 
 
@@ -497,7 +497,7 @@ def test_a_cache_that_was_tidied_up_is_made_again(left, tmp_path, monkeypatch):
             file.write_bytes(data[: source.tell() if left == "whole record batches" else 20])
 
     for _ in range(3):
-        found = score_cache.cached(["key"], len(rows), lambda: made.append(0) or rows, "reference", accelerator)
+        found = score_cache.load_or_compute(["key"], len(rows), lambda: made.append(0) or rows, "reference", accelerator)
         assert found["x"][:] == values
         if len(made) == 1:
             for file in tmp_path.rglob("*.*"):
@@ -526,10 +526,10 @@ def test_two_runs_may_compute_the_same_cache_at_once(tmp_path, monkeypatch):
     rows, accelerator = datasets.Dataset.from_dict({"x": [1, 2]}), Accelerator(cpu=True)
 
     def compute():
-        score_cache.cached(["key"], 2, lambda: rows, "reference", accelerator)
+        score_cache.load_or_compute(["key"], 2, lambda: rows, "reference", accelerator)
         return rows
 
-    assert score_cache.cached(["key"], 2, compute, "reference", accelerator)["x"][:] == [1, 2]
+    assert score_cache.load_or_compute(["key"], 2, compute, "reference", accelerator)["x"][:] == [1, 2]
     [folder] = (tmp_path / "hf_posttrain").iterdir()
     assert folder.name.startswith("reference-")
 

@@ -73,7 +73,7 @@ def test_teachers_of_a_recipe_train_and_are_resumed(method, teacher, teachers, t
     losses = [log["loss"] for log in history("out") if "loss" in log]
     assert len(losses) == 2
     again = load_recipe("out/recipe.yaml")
-    assert [*again.taught_by()] == [*load_recipe(path).taught_by()]
+    assert [*again.teacher_sections()] == [*load_recipe(path).teacher_sections()]
     words = [path, "train.output_dir=resumed", "train.resume_from_checkpoint=out/checkpoint-1"]
     assert run.main(words) == 0
     assert [log["loss"] for log in history("resumed") if "loss" in log] == losses

@@ -21,7 +21,7 @@ from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImag
 from transformers.utils import is_torchvision_available
 
 from hf_posttrain.data.images import with_pictures
-from hf_posttrain.models.load import without_videos
+from hf_posttrain.models.load import without_video_processor
 
 KINDS = ("qwen3_vl", "qwen3_5", "gemma3", "gemma4", "idefics3", "smolvlm")
 if Version(tf.__version__) < Version("5.24") and not find_spec("torchvision"):  # which its processor wants there
@@ -79,18 +79,18 @@ def processor_of(kind):
         if is_torchvision_available():
             parts = images, tokenizer, tf.Qwen3VLVideoProcessor(patch_size=4, merge_size=2)
             return tf.Qwen3VLProcessor(*parts, chat_template=tokenizer.chat_template)
-        return without_videos(tf.Qwen3VLProcessor)(images, tokenizer, chat_template=tokenizer.chat_template)
+        return without_video_processor(tf.Qwen3VLProcessor)(images, tokenizer, chat_template=tokenizer.chat_template)
     if kind == "gemma3":
         images = Gemma3ImageProcessorPil(size={"height": 16, "width": 16}, do_pan_and_scan=False)
         return tf.Gemma3Processor(images, tokenizer, chat_template=tokenizer.chat_template, image_seq_length=4)
     if kind == "gemma4":
         images = Gemma4ImageProcessorPil(patch_size=4, max_soft_tokens=70, pooling_kernel_size=2)
         parts = tf.Gemma4AudioFeatureExtractor(), images, tokenizer, None
-        return without_videos(tf.Gemma4Processor)(*parts, chat_template=tokenizer.chat_template)
+        return without_video_processor(tf.Gemma4Processor)(*parts, chat_template=tokenizer.chat_template)
     tiles = {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 16}}
     options = {"image_seq_len": 4, "chat_template": tokenizer.chat_template}
     if kind == "smolvlm":
-        return without_videos(tf.SmolVLMProcessor)(SmolVLMImageProcessorPil(**tiles), tokenizer, None, **options)
+        return without_video_processor(tf.SmolVLMProcessor)(SmolVLMImageProcessorPil(**tiles), tokenizer, None, **options)
     return tf.Idefics3Processor(Idefics3ImageProcessorPil(**tiles), tokenizer, **options)
 
 

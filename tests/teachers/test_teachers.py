@@ -322,8 +322,8 @@ def test_an_average_of_low_precision_is_refused(tmp_path):
     ("section", "config", "message"),
     [
         ({"self": "start", "prompt": "{{ prompt }}!"}, {}, "with its own prompt the student has nothing to learn"),
-        ({"name_or_path": "x", "prompt": "{{ prompt }}!"}, {}, "before the teacher is known: set prompt in the option"),
-        ({"name_or_path": "x", "own_tokenizer": True}, {}, "set tokenizer in the option teacher of the Config too"),
+        ({"name_or_path": "x", "prompt": "{{ prompt }}!"}, {}, "before the teacher is known. Set prompt in the option"),
+        ({"name_or_path": "x", "own_tokenizer": True}, {}, "Set tokenizer in the option teacher of the Config too"),
         ({"self": "emaa"}, {}, "teacher_model.self='emaa' is not one of start, ema"),
         ({"self": "ema", "ema": 7.0}, {"teacher": {"prompt": "x"}}, "teacher_model.ema=7 is not in"),
         ({"self": "start", "name_or_path": "x"}, {"teacher": {"prompt": "x"}}, "with teacher_model.self the student"),

@@ -28,7 +28,7 @@ from vision_for_tests import seeing
 from hf_posttrain.errors import InputError
 from hf_posttrain.generation import rollout
 from hf_posttrain.models import score_cache
-from hf_posttrain.models.config import section_of
+from hf_posttrain.models.config import section_from_name
 from hf_posttrain.models.load import load_model
 from hf_posttrain.trainer import checkpoint, output_dir, saving
 
@@ -669,7 +669,7 @@ def test_an_adapter_names_its_base_from_any_folder(continued, tmp_path, monkeypa
     expected = trainer.model.eval()(ids).logits
     loaded = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "run")
     torch.testing.assert_close(loaded(ids).logits, expected)
-    torch.testing.assert_close(load_model(section_of(str(tmp_path / "run")), trainable=False)(ids).logits, expected)
+    torch.testing.assert_close(load_model(section_from_name(str(tmp_path / "run")), trainable=False)(ids).logits, expected)
 
 
 def test_an_adapters_base_may_be_named_from_the_adapters_folder(tmp_path, monkeypatch):
@@ -678,5 +678,5 @@ def test_an_adapters_base_may_be_named_from_the_adapters_folder(tmp_path, monkey
     file = tmp_path / "adapter" / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": "../base"}))
     monkeypatch.chdir("/")
-    loaded = load_model(section_of(str(tmp_path / "adapter")), trainable=False)
+    loaded = load_model(section_from_name(str(tmp_path / "adapter")), trainable=False)
     assert loaded(torch.tensor([[1]])).logits.shape[-1] == 300

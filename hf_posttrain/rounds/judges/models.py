@@ -15,7 +15,7 @@ from ...data.prepare import prepare
 from ...data.row_schema import SUPERVISED
 from ...errors import InputError
 from ...models import load
-from ...models.config import ModelSection, section_of
+from ...models.config import ModelSection, section_from_name
 from ...models.score_cache import weights_key
 from ...scoring.forward import causal_lm, enable_scoring, score
 from ...scoring.head import LogProb
@@ -25,7 +25,7 @@ from .question import Question
 
 def check_judge(section: Any) -> tuple[Any, Any]:
     """(config, tokenizer) of a judge that is a model. Raises InputError for what it cannot be, before weights."""
-    model = section_of(section.name)
+    model = section_from_name(section.name)
     rewards = section.by == "model"
     if model.adapter:
         raise InputError(f"judge: {section.name} is an adapter: merge it into its base first (PEFT's merge_and_unload)")
@@ -50,7 +50,7 @@ class ModelJudge:
         self.section = section
         self.device = torch.device(device)
         self.config, self.tokenizer = check_judge(section)
-        with load.whole_weights():  # ZeRO-3 would cut them over ranks that ask at different times
+        with load.unsharded_initialization():  # ZeRO-3 would cut them over ranks that ask at different times
             self.model = self.load()
         self.model.requires_grad_(False).eval()
 
@@ -105,7 +105,7 @@ class RewardModel(ModelJudge):
         config.pad_token_id = self.tokenizer.pad_token_id  # by which the last token is found
         config.use_cache = False  # nothing is generated
         dtype = load.weights_dtype(section, config, False, self.device)
-        with load.names_the_source("reward model", name):
+        with load.as_input_error("reward model", name):
             return AutoModelForSequenceClassification.from_pretrained(
                 name, config=config, dtype=dtype, use_safetensors=True, trust_remote_code=False
             )
