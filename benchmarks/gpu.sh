@@ -1,5 +1,5 @@
 #!/bin/bash
-# The GPU benchmarks of docs/benchmarks.md in one command, for a machine with one GPU of 80 GB and without network:
+# The GPU benchmarks of docs/reference/benchmarks.md in one command, for a machine with one GPU of 80 GB and without network:
 #   bash benchmarks/gpu.sh
 # Settings, as environment variables:
 #   PARTS     letters of parts in order, default abcdfegh

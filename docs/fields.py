@@ -13,7 +13,7 @@ from importlib.metadata import version
 from typing import Any
 
 from hf_posttrain.methods import METHODS
-from hf_posttrain.recipe.fields import FILE, TYPES, Fields, choices, fields_of, lora_fields, members, train_fields
+from hf_posttrain.recipe.fields import FILE, TYPES, Fields, choices, fields_of, lora_fields, union_members, train_fields
 from hf_posttrain.trainer.config import PostTrainConfig
 
 
@@ -24,7 +24,7 @@ def table(fields: Fields) -> dict[str, Any]:
     for name, (annotation, default) in fields.items():
         default = getattr(default, "value", default)  # of an enum
         plain = isinstance(default, str | int | float | list | dict)
-        kinds = [choices(kind) or names.get(kind, "any") for kind in members(annotation)]
+        kinds = [choices(kind) or names.get(kind, "any") for kind in union_members(annotation)]
         found[name] = (kinds, default if plain else None)
     return found
 

@@ -133,7 +133,7 @@ def written(page: str) -> str:
 
 def main() -> int:
     """Write every page anew."""
-    for path in sorted(HERE.glob("*.md")):
+    for path in sorted(HERE.rglob("*.md")):
         path.write_text(written(path.read_text(encoding="utf-8")), encoding="utf-8")
     return 0
 

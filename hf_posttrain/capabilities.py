@@ -1,4 +1,4 @@
-"""What cannot be combined: one table, from which the errors and the table in docs/compatibility.md come.
+"""What cannot be combined: one table, from which the errors and the table in docs/reference/compatibility.md come.
 
 `option_features` finds the features of a Config. Callers that know more (images, a stream, a teacher on a server) add
 it, and raise or report `conflicts` of the result.

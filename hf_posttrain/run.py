@@ -28,9 +28,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from . import __version__
-from .errors import InputError, RunStopped, nearest, printable
+from .errors import InputError, RunStopped, name_hint, printable
 from .recipe import build as parts
-from .recipe.cli import parse, tell
+from .recipe.cli import parse, print_output
 from .recipe.fields import train_fields
 from .recipe.read import load_recipe
 from .recipe.sections import Recipe
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("hf_posttrain.run")  # also as __main__
 
 # Commands of their own: first word -> the module whose `main` takes the rest
-OTHERS = {
+COMMANDS = {
     **{
         name: f"hf_posttrain.commands.{name}"
         for name in ("data", "sample", "judge", "pair", "chat", "merge", "init", "recipes")
@@ -52,13 +52,13 @@ OTHERS = {
 PR_SET_PDEATHSIG = 1  # of Linux' prctl: the signal that a process gets when the one that started it ends
 ADVICE = {  # names of exceptions (torch may not be imported) that are no fault of ours -> what to do
     **dict.fromkeys(
-        ("OutOfMemoryError", "MemoryError"), "--check and docs/troubleshooting.md, Out of memory, say what to change"
+        ("OutOfMemoryError", "MemoryError"), "--check and docs/guides/troubleshooting.md, Out of memory, say what to change"
     ),
     "DistNetworkError": "a port in use is changed with accelerate launch --main_process_port N or torchrun"
     " --master_port N",
 }
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)  # a disk that takes no more
-PATIENCE = 10  # seconds that other ranks give the first one to say what is wrong, before they say it too
+ERROR_DELAY = 10  # seconds that other ranks give the first one to say what is wrong, before they say it too
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -72,23 +72,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
     try:
         argv = sys.argv[1:] if argv is None else list(argv)
-        if argv and argv[0] in OTHERS:
-            return parts.imported(OTHERS[argv[0]]).main(argv[1:])
+        if argv and argv[0] in COMMANDS:
+            return parts.import_quietly(COMMANDS[argv[0]]).main(argv[1:])
         if argv and argv[0].isidentifier() and not os.path.exists(argv[0]):
-            said = f"there is no command {argv[0]!r}{nearest(argv[0], OTHERS)}"
+            said = f"there is no command {argv[0]!r}{name_hint(argv[0], COMMANDS)}"
             raise InputError(f"command line: {said}; a run is hf-posttrain RECIPE.yaml [section.key=value ...]")
         arguments = parse(argv)
         if arguments.check:
-            return preflight(arguments)
+            return run_check(arguments)
         recipe = load_recipe(arguments.recipe, arguments.overrides)
         folder = None if arguments.preprocess_only else recipe.train.get("output_dir")
-        end_with_launcher()
+        terminate_with_launcher()
         preprocess(recipe) if arguments.preprocess_only else run(recipe)
         return 0
     except InputError as error:
         # a launcher ends all ranks when the first one leaves: one that is still there has a mistake of its own
         if not first:
-            time.sleep(PATIENCE)
+            time.sleep(ERROR_DELAY)
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 2
     except RunStopped as error:
@@ -156,7 +156,7 @@ def report_crash(error: Exception, folder: str | None) -> int:
     return code
 
 
-def end_with_launcher() -> None:
+def terminate_with_launcher() -> None:
     """A process that torchrun or accelerate started gets SIGTERM when that is killed: it saves and stops."""
     if sys.platform == "linux" and {"LOCAL_RANK", "ACCELERATE_MIXED_PRECISION"} & os.environ.keys():
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -185,9 +185,9 @@ def run(recipe: Recipe) -> dict[str, float]:
     for warning in found_wrong:
         logger.warning("%s", warning)
     if config.device.type != "cpu":
-        from .check.auto_checkpointing import spare_checkpointing
+        from .check.auto_checkpointing import disable_unneeded_checkpointing
 
-        spare_checkpointing(recipe, config, trainer_class, rows)
+        disable_unneeded_checkpointing(recipe, config, trainer_class, rows)
     # from here on files are written and weights loaded
     parts.make_output_dir(recipe, config)
     with output_dir.locked(config):
@@ -222,9 +222,9 @@ def train(trainer: Any, recipe: Recipe) -> dict[str, float]:
             way = "the same command"
         elif trainer.args.save_only_model:
             way = "a new run from the weights of its checkpoint"
-        stop(trainer, f"stopped by SIGTERM; to go on: {way}")
+        raise_stopped(trainer, f"stopped by SIGTERM; to go on: {way}")
     if not trainer.stopped:
-        metrics = finish(trainer, recipe, metrics)
+        metrics = save_and_evaluate(trainer, recipe, metrics)
     trainer.save_state()
     if trainer.is_world_process_zero():
         try:
@@ -233,23 +233,23 @@ def train(trainer: Any, recipe: Recipe) -> dict[str, float]:
             problem = f"{type(error).__name__}: {error}"
             logger.warning("no report (%s); hf_posttrain.report.write(%r) makes it", problem, args.output_dir)
     if trainer.stopped:
-        stop(trainer, trainer.stopped)
+        raise_stopped(trainer, trainer.stopped)
     if args.push_to_hub:
         trainer.push_to_hub(commit_message="Report and model card", revision=args.hub_revision)
     return metrics
 
 
-def stop(trainer: "TrainerInterface", why: str) -> NoReturn:
+def raise_stopped(trainer: "TrainerInterface", why: str) -> NoReturn:
     """Raise RunStopped on all ranks together: a launcher ends the others when the first one leaves."""
     trainer.accelerator.wait_for_everyone()
     raise RunStopped(why)
 
 
-def finish(trainer: "TrainerInterface", recipe: Recipe, metrics: dict[str, float]) -> dict[str, float]:
+def save_and_evaluate(trainer: "TrainerInterface", recipe: Recipe, metrics: dict[str, float]) -> dict[str, float]:
     """Save the trained model and the recipe as resolved, then evaluate; returns the metrics of both."""
     trainer.save_model()  # and adapter, tokenizer, generation config
     if trainer.is_world_process_zero():
-        (Path(trainer.args.output_dir) / "recipe.yaml").write_text(recipe.to_yaml(defaults(recipe)), encoding="utf-8")
+        (Path(trainer.args.output_dir) / "recipe.yaml").write_text(recipe.to_yaml(default_options(recipe)), encoding="utf-8")
     if trainer.has_trained:  # not a finished run that was resumed: its metrics stay
         trainer.log_metrics("train", metrics)
         trainer.save_metrics("train", metrics)
@@ -273,7 +273,7 @@ def last_evaluation(trainer: "TrainerInterface") -> dict[str, float]:
     return {name: value for log in logs for name, value in log.items() if name != "step"}
 
 
-def defaults(recipe: Recipe) -> dict[str, Any]:
+def default_options(recipe: Recipe) -> dict[str, Any]:
     """The options of training that the recipe leaves open, with their defaults of today: another version may have
     others. Those that say where a run is, not what it trains, are left out.
     """
@@ -291,16 +291,16 @@ def defaults(recipe: Recipe) -> dict[str, Any]:
 
 def preprocess(recipe: Recipe) -> None:
     """--preprocess-only: tokenise the data, on any machine, into the cache that `run` reads; print a line for each."""
-    trainer_class, config = parts.configure(parts.of_any_machine(recipe))
-    from .recipe.datasets import prepare_data, summary
+    trainer_class, config = parts.configure(parts.without_hardware_options(recipe))
+    from .recipe.datasets import prepare_data, summarize_rows
 
     tokenizer, _ = parts.check_models(recipe)
     for name, prepared in prepare_data(recipe, trainer_class, tokenizer, config)[0].items():
         if config.local_process_index == 0:
-            print(f"{name}: {summary(prepared)}")
+            print(f"{name}: {summarize_rows(prepared)}")
 
 
-def preflight(arguments: Any) -> int:
+def run_check(arguments: Any) -> int:
     """--check: print what the recipe would train on and whether it fits; returns 0, or 1 for what would ruin it."""
     try:
         recipe = load_recipe(arguments.recipe, arguments.overrides)
@@ -315,7 +315,7 @@ def preflight(arguments: Any) -> int:
         raise
     if found is None:  # another rank prints it
         return 0
-    tell(found.to_json() if arguments.json else found.text(sys.stdout.isatty()))
+    print_output(found.to_json() if arguments.json else found.text(sys.stdout.isatty()))
     return found.status
 
 

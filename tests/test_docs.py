@@ -48,7 +48,7 @@ from hf_posttrain.recipe.sections import Source
 from hf_posttrain.report import callbacks, charts
 from hf_posttrain.trainer.config import PostTrainConfig
 
-PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
 METHODS = tuple(TABLE)
 CONFIGS = {name: config_class(method) for name, method in TABLE.items()}
 NEEDS_A_SERVER = "train.sampler={kind: vllm_server"
@@ -117,7 +117,7 @@ def code(cell: str) -> list[str]:
 
 def _of_hf_posttrain(words: list[str], runs: bool) -> None:
     """The command, in this process; small, if it trains."""
-    if not words or words[0] in run.OTHERS:
+    if not words or words[0] in run.COMMANDS:
         if runs:
             sys.stdin = io.StringIO("347+589=\n")  # of chat
             try:
@@ -130,7 +130,7 @@ def _of_hf_posttrain(words: list[str], runs: bool) -> None:
         return
     recipe = load_recipe(asked.recipe, asked.overrides)
     asks_a_server = any(word.startswith(NEEDS_A_SERVER) for word in words)
-    if not runs or asks_a_server or any(section.url for _, section in recipe.taught_by()):
+    if not runs or asks_a_server or any(section.url for _, section in recipe.teacher_sections()):
         parts.configure(load_recipe(asked.recipe, [*asked.overrides, "train.use_cpu=true"]))
         return
     assert run.main([*words, *small(recipe)]) in ((0, 1) if asked.check else (0,))  # 1: so few rows are a warning
@@ -270,8 +270,8 @@ def hub(tmp_path_factory):
 def folder(hub, tmp_path, monkeypatch):
     """The current directory: the hub's names are folders in it, and the files of the README's table."""
     at_home(tmp_path, hub)
-    monkeypatch.setattr(charts, "write_picture", lambda run: None)  # it takes time; test_report.py has it
-    monkeypatch.setattr(callbacks, "LONGEST", 4)
+    monkeypatch.setattr(charts, "write_image", lambda run: None)  # it takes time; test_report.py has it
+    monkeypatch.setattr(callbacks, "MAX_NEW_TOKENS", 4)
     for file, line in _own_files():
         (tmp_path / file).write_text(f"{line}\n{line.replace('347', '348')}\n")
     monkeypatch.chdir(tmp_path)
@@ -283,7 +283,7 @@ def _own_files() -> Iterator[tuple[str, str]]:
         yield code(file)[0], code(line)[0]
 
 
-SLOW = {"docs/scaling.md", "docs/sft.md", "docs/kto.md", "docs/kd.md", "docs/opd.md"}
+SLOW = {"docs/guides/scaling.md", *(f"docs/reference/{method}.md" for method in ("sft", "kto", "kd", "opd"))}
 """Pages whose commands run recipes that tests/test_recipes.py runs too."""
 
 
@@ -372,7 +372,7 @@ def options_script():
     return module
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.parent.name == "docs"], ids=name)
+@pytest.mark.parametrize("page", [page for page in PAGES if "docs" in page.parts[-3:]], ids=name)
 def test_tables_of_options_are_those_of_the_source(page):
     text = page.read_text(encoding="utf-8")
     assert options_script().written(text) == text, "run `make docs`"
@@ -383,14 +383,14 @@ def test_tables_of_options_are_those_of_the_source(page):
 
 def test_every_method_has_a_page_with_all_its_options():
     for method, config in CONFIGS.items():
-        text = (REPOSITORY / "docs" / f"{method}.md").read_text(encoding="utf-8")
+        text = (REPOSITORY / "docs" / "reference" / f"{method}.md").read_text(encoding="utf-8")
         shown = "".join(re.findall(r"<!-- (?:options|shared) \w+ -->\n(.*?)<!-- end -->", text, re.DOTALL))
         inherited = {field.name for field in dataclasses.fields(TrainingArguments)}
         assert {field.name for field in dataclasses.fields(config)} - inherited <= set(code(shown)), method
 
 
 def test_the_table_of_training_arguments_is_true():
-    text = (REPOSITORY / "docs" / "options.md").read_text(encoding="utf-8")
+    text = (REPOSITORY / "docs" / "reference" / "options.md").read_text(encoding="utf-8")
     fields = {field.name: field for field in dataclasses.fields(PostTrainConfig)}
     for option, default, _ in table(text, "## Of TrainingArguments"):
         given = fields[code(option)[0]].default
@@ -398,7 +398,7 @@ def test_the_table_of_training_arguments_is_true():
 
 
 def test_the_table_of_warnings_has_all_of_them():
-    rows = table((REPOSITORY / "docs" / "troubleshooting.md").read_text(encoding="utf-8"), "## Warnings while it runs")
+    rows = table((REPOSITORY / "docs" / "guides" / "troubleshooting.md").read_text(encoding="utf-8"), "## Warnings while it runs")
     said = {code(name)[0]: text.replace("`", "") for name, text, _ in rows}
     assert said.pop("nan")
     assert said == {name: symptom.says for name, symptom in watch.SYMPTOMS.items()}
@@ -406,7 +406,7 @@ def test_the_table_of_warnings_has_all_of_them():
 
 @pytest.mark.parametrize("method", METHODS)
 def test_the_page_of_a_method_names_its_warnings(method):
-    text = (REPOSITORY / "docs" / f"{method}.md").read_text(encoding="utf-8")
+    text = (REPOSITORY / "docs" / "reference" / f"{method}.md").read_text(encoding="utf-8")
     assert all(f"`{name}`" in text for name in TABLE[method].symptoms)
 
 
@@ -434,7 +434,7 @@ def test_metrics_of_a_method_are_those_that_it_logs(method, tmp_path):
 
 
 def _metrics(page: str, heading: str) -> list[list[str]]:
-    return table((REPOSITORY / "docs" / f"{page}.md").read_text(encoding="utf-8"), heading)
+    return table((REPOSITORY / "docs" / "reference" / f"{page}.md").read_text(encoding="utf-8"), heading)
 
 
 def test_names_of_trl_are_its_own():
@@ -451,7 +451,7 @@ def test_names_of_trl_are_its_own():
         for field in dataclasses.fields(config)
     }  # fmt: skip
     ours = {name for config in CONFIGS.values() for name in config.__dataclass_fields__}
-    rows = table((REPOSITORY / "docs" / "from_trl.md").read_text(encoding="utf-8"), "## Fields")
+    rows = table((REPOSITORY / "docs" / "guides" / "from_trl.md").read_text(encoding="utf-8"), "## Fields")
     named = {one for cells in rows for one in code(cells[0])}
     server = importlib.import_module("trl.experimental.server_distillation").ServerDistillationConfig
     gold = importlib.import_module("trl.experimental.gold").GOLDConfig

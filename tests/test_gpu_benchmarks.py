@@ -349,7 +349,7 @@ def test_every_part_has_a_limit_and_together_they_fit_a_command(settings):
     (["--parts", "az", "--device", "cpu", "--tiny"], "--parts: there is no part z"),
     (["--parts", "", "--device", "cpu", "--tiny"], "--parts is empty"),
     (["--limit", "0", "--device", "cpu", "--tiny"], "--limit must be positive"),
-    (["--summary", "docs/benchmarks.md"], "docs/benchmarks.md is no file of records"),
+    (["--summary", "docs/reference/benchmarks.md"], "docs/reference/benchmarks.md is no file of records"),
     (["--device", "cpu"], "--device cpu requires --tiny"),
 ])  # fmt: skip
 def test_what_cannot_be_run_is_told_before_anything_starts(arguments, said):
@@ -380,7 +380,7 @@ def test_records_of_an_earlier_run_in_the_folder_are_kept(tmp_path):
 
 
 def test_documented_commands_fit_the_machines_limit():
-    text = (REPOSITORY / "docs/benchmarks.md").read_text(encoding="utf-8")
+    text = (REPOSITORY / "docs/reference/benchmarks.md").read_text(encoding="utf-8")
     commands = [block for block in re.findall(r"```bash\n(.*?)```", text, re.S) if "benchmarks/gpu.sh" in block]
     assert commands
     assert all(len(command) <= COMMAND_CHARACTERS for command in commands)

@@ -3,7 +3,7 @@
 Each is built tiny from its config and examined as in tests/models/test_architectures.py: every layout against the
 model's own forward (values and gradients), steps of SFT, DPO and OPD against their formulas, LoRA on all linear layers,
 saved and loaded, greedy answers.
-Writes the table and its counts into docs/models.md, between the marks of the zoo; with --only it prints them.
+Writes the table and its counts into docs/reference/models.md, between the marks of the zoo; with --only it prints them.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from textwrap import shorten
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE / "support"))
-PAGE, BEGIN, END = HERE.parent / "docs" / "models.md", "<!-- zoo -->\n", "<!-- end of the zoo -->\n"
+PAGE, BEGIN, END = HERE.parent / "docs" / "reference" / "models.md", "<!-- zoo -->\n", "<!-- end of the zoo -->\n"
 HEADER = "| model_type | layouts | head | LoRA all-linear | answers by | what is refused or goes wrong, and why |\n"
 HEADER += "|---|---|---|---|---|---|\n"
 STEPS = ("whole: loss of a step", "dpo: loss", "dpo: gradient", "opd: loss", "opd: gradient")

@@ -1,7 +1,7 @@
 """What a run needs of each device's memory, before anything is loaded, and what to change if it does not fit.
 
 Weights, gradients and the optimizer's state are arithmetic; what a forward keeps is counted on the longest rows as
-shapes (both in `placement.py`). Within 15 % of what a run takes on CPU where glibc returns freed tensors, see HEAP;
+shapes (both in `placement.py`). Within 15 % of what a run takes on CPU where glibc returns freed tensors, see HEAP_FACTOR;
 `--probe` measures the process.
 """
 
@@ -20,12 +20,12 @@ from ..data.lengths import longest, planned_passes
 from ..generation.batch_size import CACHE_SHARE, LOGIT_BYTES, even_parts
 from ..generation.rollout import GrowingLayer
 from ..methods.rules import REFERENCE_FREE_LOSSES
-from ..models.config import section_of
+from ..models.config import section_from_name
 from ..monitoring.symptoms import listed
 from ..recipe.sections import Recipe
 from ..rollouts.options import PolicySamplerOptions, VLLMColocateOptions
-from ..rounds.judges.config import MODELS
-from ..rounds.sample_and_judge import piece_size
+from ..rounds.judges.config import MODEL_JUDGES
+from ..rounds.sample_and_judge import chunk_size
 from ..scoring.attention_selection import row_multiple
 from ..scoring.head import BYTES_PER_LOGIT, META_MEMORY, kept_logits, tile_rows
 from ..scoring.layout_selection import able
@@ -34,12 +34,12 @@ from ..teachers.options import precomputes
 from ..trainer.base import PostTrainer
 from ..trainer.config import PostTrainConfig
 from ..trainer.option_group import OptionKind
-from .placement import Engine, Shapes, engine_asked, policy_on
+from .placement import Engine, Shapes, requested_engine, model_bytes
 from .plan import planned_examples
 
 GIB = 2**30
 CUDA_CONTEXT = GIB // 2  # kernels and workspaces of CUDA where there is no GPU to ask: typical, not measured
-HEAP = 2.4
+HEAP_FACTOR = 2.4
 """How many times the estimate a process on CPU has needed at most where glibc kept freed tensors in its heap: measured
 with DPO and LoRA on SmolLM2 135M. Other runs needed 1.1 to 2.1 times the estimate, see docs/reference/recipes.md."""
 HEAP_OPTIONS = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
@@ -79,7 +79,7 @@ class MemoryEstimate:
         limit = "" if self.available is None else f" of {self.available / GIB:.1f}"
         found = [f"memory on each device ({self.engine}): {self.total / GIB:.2f} GiB{limit}, in the {self.phase}"]
         if self.process is not None:
-            most = f"up to {HEAP:g} times as much, {self.process / GIB:.2f} GiB"
+            most = f"up to {HEAP_FACTOR:g} times as much, {self.process / GIB:.2f} GiB"
             why = f"glibc keeps freed tensors in its heap unless {HEAP_OPTIONS[0]}=65536 is set (a quarter more time)"
             found.append(f"  an estimate of the tensors: on CPU the process may need {most}, since {why}")
         for name in ("parameters", "gradients", "optimizer", "second_model", "activations", "other"):
@@ -131,7 +131,7 @@ class Run:
         model = self.recipe.model
         leaves = self.engine.gpu and not self.engine.shards  # to the host's memory
         by_adapter = model.adapter or (model.lora is not None and model.lora.get("bias", "none") == "none")
-        taught = [section for _, section in self.recipe.taught_by()]
+        taught = [section for _, section in self.recipe.teacher_sections()]
         if taught:
             stays = [section for section in taught if not section.url and not (section.self and by_adapter)]
             stays = [section for section in stays if not (leaves and section.offload)]
@@ -162,9 +162,9 @@ class Run:
         inner = [shapes.inner for shapes in models]
         rounds = self.recipe.rounds
         judge = None
-        if rounds and rounds.judge.by in MODELS:
+        if rounds and rounds.judge.by in MODEL_JUDGES:
             try:
-                judge = Shapes(section_of(str(rounds.judge.name)), False, device)  # a reward model's has a head more
+                judge = Shapes(section_from_name(str(rounds.judge.name)), False, device)  # a reward model's has a head more
                 models.append(judge)
             except Exception as error:  # no decoder, or an architecture's own code
                 reason = str(error).partition("\n")[0]
@@ -181,10 +181,10 @@ class Run:
             reason = str(error).partition("\n")[0]
             notes.append(f"activations are not in it: this model cannot be run on shapes alone ({reason})")
         # the parts of the run, and what each holds on the device
-        held = policy_on(engine, self.policy.weights, config.optim, self.mixed)
+        held = model_bytes(engine, self.policy.weights, config.optim, self.mixed)
         # a frozen model is cut and cast as the policy is, but never kept in host memory
         frozen = replace(engine, offload_params=False)
-        second = sum(policy_on(frozen, shapes.weights, "sgd", self.mixed)["parameters"] for shapes in scorers)
+        second = sum(model_bytes(frozen, shapes.weights, "sgd", self.mixed)["parameters"] for shapes in scorers)
         if not self.teachers and self.mixed and engine.name in ("single", "ddp"):
             second -= self.scorer.rounding
         # a judge comes to a GPU while a round is drawn, unless there is one each step
@@ -217,7 +217,7 @@ class Run:
             available=self.available,
             phases=totals,
             notes=notes,
-            process=round(HEAP * totals[most]) if glibc else None,
+            process=round(HEAP_FACTOR * totals[most]) if glibc else None,
             batch={"rows": self.train_rows, "tokens": self.train.input_ids.numel(), "layout": self.layout},
             **phases[most],
         )
@@ -278,7 +278,7 @@ class Run:
         if not rounds:
             return config.num_generations * step
         prompts = step * self.engine.processes * rounds.steps if rounds.steps else len(self.rows["train"])
-        return rounds.num_generations * min(piece_size(rounds), prompts)
+        return rounds.num_generations * min(chunk_size(rounds), prompts)
 
     def at_head(self, shapes: Shapes, batch: MicroBatch) -> tuple[int, int]:
         """(Hidden states of the scored tokens, their gradient and the mask; a tile's products, logits and gradient)."""
@@ -287,7 +287,7 @@ class Run:
         vocabulary = len((self.policy if shapes is self.scorer else shapes).head)  # a teacher's is cut to the student's
         mask = rows * length**2 if batch.document is not None and not self.multiple else 0
         states = 8 * scored * shapes.head.shape[1] + mask
-        each = BYTES_PER_LOGIT if self.engine.gpu else 4 * (5 if any(self.recipe.taught_by()) else 3)
+        each = BYTES_PER_LOGIT if self.engine.gpu else 4 * (5 if any(self.recipe.teacher_sections()) else 3)
         if self.engine.gpu and getattr(self.config, "diagnostics", False):
             each += 16  # `Diagnostics.scratch`
         return states, each * min(scored, tile_rows(vocabulary, self.gpu_memory)) * vocabulary
@@ -328,7 +328,7 @@ def estimate(
     """The memory that training on `rows`, as `prepare_data` gives them, needs of each device. engine: in place of this
     process's; for GPUs it means what the recipe would be there, bf16 for instance. gib: in place of this machine's.
     """
-    engine = engine or engine_asked(config)
+    engine = engine or requested_engine(config)
     available = int(gib * GIB) if gib else None
     if not engine.gpu:
         other = psutil.Process().memory_info().rss

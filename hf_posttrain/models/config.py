@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ..errors import InputError, nearest_path
+from ..errors import InputError, path_hint
 from ..options import option
 
 ADAPTER = "adapter_config.json"
@@ -56,7 +56,7 @@ class TeacherSection(ModelSection):
         "", "Hub name or folder; of a server's model, for its tokenizer; none where the teacher is the student itself."
     )
     url: str | None = option(
-        None, "A server of vLLM's that scores, such as http://localhost:8000; what it needs is in docs/teachers.md."
+        None, "A server of vLLM's that scores, such as http://localhost:8000; what it needs is in docs/reference/teachers.md."
     )
     prompt: str | None = option(
         None,
@@ -67,7 +67,7 @@ class TeacherSection(ModelSection):
     )
     ema: float = option(0.99, "Of self: ema, the share of the average that stays at each step.")
     own_tokenizer: bool = option(
-        False, "The teacher has other tokens than the student: texts are aligned, docs/teachers.md."
+        False, "The teacher has other tokens than the student: texts are aligned, docs/reference/teachers.md."
     )
 
 
@@ -76,7 +76,7 @@ def has_tokenizer(folder: Path) -> bool:
     return any(any(folder.glob(pattern)) for pattern in ("tokenizer*", "vocab*", "*.model", "*.tiktoken"))
 
 
-def whole_path(name: str) -> str:
+def resolve_path(name: str) -> str:
     """Return the absolute path of a model's folder, which can be read from anywhere; a name of the hub as it is."""
     return str(Path(name).expanduser().resolve()) if Path(name).expanduser().is_dir() else name
 
@@ -86,7 +86,7 @@ def is_local(name: str) -> bool:
     return name.startswith((".", "/", "~")) or name.count("/") > 1
 
 
-def section_of(name: str, adapter: str | Path | None = None) -> ModelSection:
+def section_from_name(name: str, adapter: str | Path | None = None) -> ModelSection:
     """The section of a model as commands are given it: a folder or hub name, with an adapter on it; or the folder of an
     adapter, such as a run's output_dir, whose base comes with it. Raises InputError for a run's folder that has
     checkpoints alone, and for a recipe.
@@ -94,22 +94,22 @@ def section_of(name: str, adapter: str | Path | None = None) -> ModelSection:
     folder = Path(name)
     if folder.suffix in (".yaml", ".yml"):
         raise InputError(f"{name} is a recipe, and a model is wanted: give its model, or the output_dir of its run")
-    is_whole, is_adapter = ((folder / file).is_file() for file in ("config.json", ADAPTER))
+    is_whole, is_adapter = ((folder / file).is_file() for file in ("config.json", ADAPTER_CONFIG))
     saved = sorted(folder.glob("checkpoint-*"), key=os.path.getmtime)
     if saved and not is_whole and not is_adapter:
         raise InputError(f"{folder} has no model yet: give one of its checkpoints, such as {saved[-1]}")
     if adapter is not None:
-        return section_of_adapter(Path(adapter), name)
-    return section_of_adapter(folder) if is_adapter and not is_whole else ModelSection(name)
+        return section_from_adapter(Path(adapter), name)
+    return section_from_adapter(folder) if is_adapter and not is_whole else ModelSection(name)
 
 
-def section_of_adapter(folder: Path, base: str | None = None) -> ModelSection:
+def section_from_adapter(folder: Path, base: str | None = None) -> ModelSection:
     """The section of the adapter in a folder on its base (None: the one that it names), which sees where a run has
     saved a processor. Raises InputError for a folder without an adapter.
     """
-    file = folder / ADAPTER
+    file = folder / ADAPTER_CONFIG
     if not folder.exists():
-        raise InputError(f"there is no folder {folder}{nearest_path(folder)}")
+        raise InputError(f"there is no folder {folder}{path_hint(folder)}")
     if not file.is_file() or not any(folder.glob("adapter_model.*")):
         inside = sorted(folder.glob(f"*/{ADAPTER}"), key=os.path.getmtime)
         hint = f"; did you mean '{inside[-1].parent}'?" if inside else ""

@@ -17,10 +17,10 @@ from .pairing import SelectedRows
 from .sample_and_judge import FOLDER, ScoredCompletions
 
 logger = logging.getLogger(__name__)
-SUMMARY = "rounds.json"
+SUMMARY_FILE = "rounds.json"
 
 
-def record(
+def log_round(
     trainer: Any, prompts: datasets.Dataset, judged: list[ScoredCompletions], paired: SelectedRows, seconds: float
 ) -> None:
     """Log the round that the trainer has just made; of those over all prompts write N.jsonl, with every answer, and
@@ -63,12 +63,12 @@ def record(
     }
     earlier = [one for one in trainer.round.told if one["round"] < number]
     trainer.round.told = [*earlier, entry]
-    write_json(folder / SUMMARY, trainer.round.told)
+    write_json(folder / SUMMARY_FILE, trainer.round.told)
     if trainer.section.judge.by != "url":  # its scores are shares of wins, whose mean is 0.5 in each round
-        _warn_of_fall(entry, [one for one in earlier if "score_error" in one])
+        _warn_if_scores_fell(entry, [one for one in earlier if "score_error" in one])
 
 
-def _warn_of_fall(entry: dict[str, Any], earlier: list[dict[str, Any]]) -> None:
+def _warn_if_scores_fell(entry: dict[str, Any], earlier: list[dict[str, Any]]) -> None:
     """Warn where answers score clearly worse than those of an earlier round: by four standard errors of the
     difference.
     """
@@ -79,7 +79,7 @@ def _warn_of_fall(entry: dict[str, Any], earlier: list[dict[str, Any]]) -> None:
     error = math.hypot(best["score_error"], entry["score_error"])
     if fall > 4 * error > 0:
         said = "round %d: its answers score %.3g on average, and those of round %d %.3g: training made them worse"
-        advice = ": lower learning_rate; docs/rounds.md, What to watch, has more"
+        advice = ": lower learning_rate; docs/guides/rounds.md, What to watch, has more"
         logger.warning(said + advice, entry["round"], entry["score"], best["round"], best["score"])
 
 

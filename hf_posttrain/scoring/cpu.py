@@ -1,6 +1,6 @@
 """What is done in another way on CPU than on a GPU, because there it is faster; the numbers are the same.
 
-Each buys what its docstring says, in rows a second on 2 cores: docs/benchmarks.md, "On CPU".
+Each buys what its docstring says, in rows a second on 2 cores: docs/reference/benchmarks.md, "On CPU".
 """
 
 from collections.abc import Iterator
