@@ -52,7 +52,8 @@ COMMANDS = {
 PR_SET_PDEATHSIG = 1  # of Linux' prctl: the signal that a process gets when the one that started it ends
 ADVICE = {  # names of exceptions (torch may not be imported) that are no fault of ours -> what to do
     **dict.fromkeys(
-        ("OutOfMemoryError", "MemoryError"), "--check and docs/guides/troubleshooting.md, Out of memory, say what to change"
+        ("OutOfMemoryError", "MemoryError"),
+        "--check and docs/guides/troubleshooting.md, Out of memory, say what to change",
     ),
     "DistNetworkError": "a port in use is changed with accelerate launch --main_process_port N or torchrun"
     " --master_port N",
@@ -249,7 +250,9 @@ def save_and_evaluate(trainer: "TrainerInterface", recipe: Recipe, metrics: dict
     """Save the trained model and the recipe as resolved, then evaluate; returns the metrics of both."""
     trainer.save_model()  # and adapter, tokenizer, generation config
     if trainer.is_world_process_zero():
-        (Path(trainer.args.output_dir) / "recipe.yaml").write_text(recipe.to_yaml(default_options(recipe)), encoding="utf-8")
+        (Path(trainer.args.output_dir) / "recipe.yaml").write_text(
+            recipe.to_yaml(default_options(recipe)), encoding="utf-8"
+        )
     if trainer.has_trained:  # not a finished run that was resumed: its metrics stay
         trainer.log_metrics("train", metrics)
         trainer.save_metrics("train", metrics)

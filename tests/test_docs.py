@@ -35,7 +35,7 @@ from training_for_tests import quick, token_rows, trainer_for
 from transformers import TrainingArguments
 
 from hf_posttrain import run
-from hf_posttrain.data.formats import detect, our_name
+from hf_posttrain.data.formats import detect_format, canonical_name
 from hf_posttrain.errors import InputError
 from hf_posttrain.methods import METHODS as TABLE
 from hf_posttrain.methods import config_class
@@ -248,13 +248,13 @@ def _whole(fragment: dict, method: str) -> dict:
 def rows_of(block: Block) -> None:
     for line in filter(None, block.text.splitlines()):
         row = json.loads(line)
-        columns = [our_name(column, row) for column in row]
+        columns = [canonical_name(column, row) for column in row]
         assert any(_reads(columns, method) for method in METHODS), line
 
 
 def _reads(columns: list[str], method: str) -> bool:
     try:
-        return bool(detect(columns, TABLE[method]))
+        return bool(detect_format(columns, TABLE[method]))
     except InputError:
         return False
 
@@ -398,7 +398,8 @@ def test_the_table_of_training_arguments_is_true():
 
 
 def test_the_table_of_warnings_has_all_of_them():
-    rows = table((REPOSITORY / "docs" / "guides" / "troubleshooting.md").read_text(encoding="utf-8"), "## Warnings while it runs")
+    page = REPOSITORY / "docs" / "guides" / "troubleshooting.md"
+    rows = table(page.read_text(encoding="utf-8"), "## Warnings while it runs")
     said = {code(name)[0]: text.replace("`", "") for name, text, _ in rows}
     assert said.pop("nan")
     assert said == {name: symptom.says for name, symptom in watch.SYMPTOMS.items()}
@@ -466,4 +467,4 @@ def test_formats_of_the_readme_are_read_by_their_method():
     text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
     for _, line, method in table(text, "## Your own data"):
         row = TABLE[method.partition(",")[0]]
-        assert detect(list(json.loads(code(line)[0])), row) in row.rows.formats
+        assert detect_format(list(json.loads(code(line)[0])), row) in row.rows.formats

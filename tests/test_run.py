@@ -190,7 +190,7 @@ def test_other_ranks_leave_it_to_the_first_to_say_what_is_wrong(folder, capsys, 
     assert capsys.readouterr().err.startswith("error: no recipe none.yaml")
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert run.main(["none.yaml"]) == 2
-    assert waited == [(run.PATIENCE, "")]
+    assert waited == [(run.ERROR_DELAY, "")]
     assert capsys.readouterr().err.startswith("error: no recipe none.yaml")
 
 

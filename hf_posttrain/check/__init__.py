@@ -130,12 +130,12 @@ def check(
     otherwise for names and types alone: a laptop can check for a cluster. Raises InputError for what cannot run.
     """
     # what torch needs seconds for comes first, and in the quick way
-    build.imported(METHODS[recipe.method].module)
+    build.import_quietly(METHODS[recipe.method].module)
     import torch
 
     launched = "LOCAL_RANK" in os.environ or any(name.startswith("ACCELERATE_") for name in os.environ)
     at_home = launched or torch.cuda.is_available()
-    trainer_class, config = build.configure(recipe if at_home else build.of_any_machine(recipe))
+    trainer_class, config = build.configure(recipe if at_home else build.without_hardware_options(recipe))
     # the sampler is planned wherever the check runs
     if "sampler" in recipe.train:
         config.sampler = SAMPLERS.build("sampler", recipe.train["sampler"])
@@ -144,7 +144,7 @@ def check(
     from ..monitoring.versions import newer_than_tested
     from ..recipe.datasets import audit_data, prepare_data
     from . import memory, placement, plan, probe, token_preview
-    from .auto_checkpointing import spare_checkpointing
+    from .auto_checkpointing import disable_unneeded_checkpointing
 
     # on all ranks: what a run does first, and the warnings that are logged meanwhile
     tokenizer, peft_config = build.check_models(recipe)
@@ -162,8 +162,8 @@ def check(
         finally:
             logger.setLevel(level)
         warn_if_too_long(rows["train"], models[0].config, config)
-        engine = placement.engine_of(config_file) if config_file else placement.engine_asked(config)
-        spare_checkpointing(recipe, config, trainer_class, rows, engine, device_memory)
+        engine = placement.engine_from_file(config_file) if config_file else placement.requested_engine(config)
+        disable_unneeded_checkpointing(recipe, config, trainer_class, rows, engine, device_memory)
         estimate = memory.estimate(recipe, config, trainer_class, rows, engine, device_memory)
         probed = probe.probe(recipe, tokenizer, peft_config, rows["train"]) if with_probe else None
         if probed is not None and config_file is None:  # the estimate is of what the probe has run
@@ -197,7 +197,7 @@ def check(
         + [said for said in (newer_than_tested(),) if said]
         + missing_vllm(recipe, config),
         servers=[str(problem) for problem in build.server_problems(recipe, config, peft_config)],
-        teachers=[describe_teacher(name, section) for name, section in recipe.taught_by()],
+        teachers=[describe_teacher(name, section) for name, section in recipe.teacher_sections()],
         adapter=adapter,
     )
 
@@ -237,7 +237,7 @@ def fitted_models(
             config = with_supported_checkpointing(model, config)
             model, _ = make_policy(model, peft_config, config)
             adapter = [describe_adapter(model)] if isinstance(model, peft.PeftModel) else []
-            if any(taught.self == "ema" for _, taught in recipe.taught_by()):
+            if any(taught.self == "ema" for _, taught in recipe.teacher_sections()):
                 check_average(weight.dtype for weight in model.parameters() if weight.requires_grad)
         inner = causal_lm(model)
         own = getattr(section, "own_tokenizer", False)
@@ -277,11 +277,11 @@ def quicker_on_cpu(recipe: Recipe, config: Any, engine: Any, model: "PreTrainedM
     """The advice to train in bf16, for a run on a CPU that multiplies it, where the recipe leaves it open. In a small
     model casts cost what products save.
     """
-    from ..scoring.cpu import multiplies_bf16
+    from ..scoring.cpu import bf16_instructions
 
     left_open = not (config.bf16 or config.fp16 or {"bf16", "fp16"} & recipe.train.keys())
     width = model.config.get_text_config().hidden_size
-    if engine.gpu or not left_open or width < _WIDE or not (has := multiplies_bf16()):
+    if engine.gpu or not left_open or width < _WIDE or not (has := bf16_instructions()):
         return []
     gain = "a step takes 0.6 to 0.8 times as long (measured on 44M weights), its loss is that of float32 to 0.4 %"
     return [f"this processor has {has}: with train.bf16=true {gain}"]

@@ -11,13 +11,13 @@ from ..recipe.sections import Recipe
 from ..trainer.base import PostTrainer
 from ..trainer.config import PostTrainConfig
 from .memory import GIB, estimate
-from .placement import Engine, engine_asked
+from .placement import Engine, requested_engine
 
 logger = logging.getLogger(__name__)
-ROOMY = 0.7  # share of a GPU that an estimate may take before it counts as full
+MAX_MEMORY_SHARE = 0.7  # share of a GPU that an estimate may take before it counts as full
 
 
-def spare_checkpointing(
+def disable_unneeded_checkpointing(
     recipe: Recipe,
     config: PostTrainConfig,
     trainer_class: type[PostTrainer],
@@ -31,7 +31,7 @@ def spare_checkpointing(
     engine: in place of this run's. memory_gib: memory of a device in GiB, in place of what it has.
     """
     names = ("activation_checkpointing", "gradient_checkpointing")
-    engine = engine or engine_asked(config)
+    engine = engine or requested_engine(config)
     options = {*names, *(f"{name}_kwargs" for name in names)}
     if not engine.gpu or options & recipe.train.keys() or not isinstance(rows["train"], datasets.Dataset):
         return
@@ -44,7 +44,7 @@ def spare_checkpointing(
     except ValueError as error:  # an architecture that cannot be counted
         logger.info("activation_checkpointing: on (what the run needs without it is not known: %s)", error)
         return
-    enough = not found.notes and found.total <= ROOMY * (found.available or 0)
+    enough = not found.notes and found.total <= MAX_MEMORY_SHARE * (found.available or 0)
     [enough] = broadcast_object_list([enough])
     if enough:
         vars(config).update(dict.fromkeys(names, False))

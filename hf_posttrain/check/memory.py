@@ -27,14 +27,14 @@ from ..rollouts.options import PolicySamplerOptions, VLLMColocateOptions
 from ..rounds.judges.config import MODEL_JUDGES
 from ..rounds.sample_and_judge import chunk_size
 from ..scoring.attention_selection import row_multiple
-from ..scoring.head import BYTES_PER_LOGIT, META_MEMORY, kept_logits, tile_rows
-from ..scoring.layout_selection import able
+from ..scoring.head import BYTES_PER_LOGIT, META_MEMORY, max_kept_logits, tile_rows
+from ..scoring.layout_selection import supported_layouts
 from ..scoring.layouts import collate
 from ..teachers.options import precomputes
 from ..trainer.base import PostTrainer
 from ..trainer.config import PostTrainConfig
 from ..trainer.option_group import OptionKind
-from .placement import Engine, Shapes, requested_engine, model_bytes
+from .placement import Engine, Shapes, model_bytes, requested_engine
 from .plan import planned_examples
 
 GIB = 2**30
@@ -164,12 +164,14 @@ class Run:
         judge = None
         if rounds and rounds.judge.by in MODEL_JUDGES:
             try:
-                judge = Shapes(section_from_name(str(rounds.judge.name)), False, device)  # a reward model's has a head more
+                judge = Shapes(
+                    section_from_name(str(rounds.judge.name)), False, device
+                )  # a reward model's has a head more
                 models.append(judge)
             except Exception as error:  # no decoder, or an architecture's own code
                 reason = str(error).partition("\n")[0]
                 notes.append(f"the judge {rounds.judge.name} is not in it: it is not built as shapes alone ({reason})")
-        fitting, _ = able(inner, config.max_length)
+        fitting, _ = supported_layouts(inner, config.max_length)
         self.multiple = row_multiple(inner, device)
         self.layout = fitting[0] if config.layout == "auto" else config.layout
         self.train = self.batch("train", config.per_device_train_batch_size)
@@ -238,7 +240,7 @@ class Run:
         tower = features + self.policy.kept_by_tower(batch, again)
         kept += gradient + states + tower
         size = 2 if self.mixed and self.engine.gpu else 4
-        few = logits <= kept_logits(self.gpu_memory, size)
+        few = logits <= max_kept_logits(self.gpu_memory, size)
         if self.trainer_class.method.unit == "examples" and head.requires_grad and few:
             kept += size * logits  # an average over examples is not known in the forward: gradients wait for it
         if self.mixed and self.engine.name in ("single", "ddp"):

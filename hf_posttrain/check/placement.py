@@ -26,9 +26,9 @@ from ..scoring import forward
 from . import vision_memory
 from .saved_tensors import SavedTensorCounter
 
-HOST = ("cpu", "nvme")  # where DeepSpeed may keep what is not on the device
+HOST_DEVICES = ("cpu", "nvme")  # where DeepSpeed may keep what is not on the device
 # bytes of a quantised weight: in 4 bits with a byte for each 64 of them, and a float32 for each 256 of those
-QUANTISED = {"4bit": 0.5 + 1 / 64 + 4 / (64 * 256), "8bit": 1.0}
+QUANTIZED_BYTES = {"4bit": 0.5 + 1 / 64 + 4 / (64 * 256), "8bit": 1.0}
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Engine:
         return f"{self.name}, {processes}" + (f", {kept} in host memory" if kept else "")
 
 
-def engine_of(config_file: Path) -> Engine:
+def engine_from_file(config_file: Path) -> Engine:
     """The engine that a file for `accelerate launch --config_file` asks for. Raises InputError where it is none."""
     try:
         given = yaml.safe_load(config_file.read_text(encoding="utf-8"))
@@ -67,20 +67,22 @@ def engine_of(config_file: Path) -> Engine:
         raise InputError(f"{config_file}: deepspeed_config_file is not read here: give zero_stage and offload_*_device")
     usual = "ddp" if count > 1 and kind not in ("NO", "FALSE") else "single"
     name = {"DEEPSPEED": f"zero{zero.get('zero_stage', 2)}", "FSDP": "fsdp2"}.get(kind, usual)
-    offloads = (zero.get(f"offload_{what}_device") in HOST for what in ("optimizer", "param"))
+    offloads = (zero.get(f"offload_{what}_device") in HOST_DEVICES for what in ("optimizer", "param"))
     optimizer, params = (each or bool(fsdp.get("fsdp_offload_params")) for each in offloads)
     on_cpu = given.get("use_cpu", False) or kind == "MULTI_CPU"
     return Engine(name, 1 if name == "single" else count, optimizer, params, not on_cpu)
 
 
-def engine_asked(config: Any) -> Engine:
+def requested_engine(config: Any) -> Engine:
     """The engine of this run: `launch.asked` and the number of processes. config: a method's Config."""
     asked = launch.asked(config)
     gpu = config.device.type != "cpu"
     count = config.world_size
     if asked.zero is not None:
         zero = config.deepspeed_plugin.deepspeed_config.get("zero_optimization", {})
-        optimizer, params = (zero.get(f"offload_{what}", {}).get("device") in HOST for what in ("optimizer", "param"))
+        optimizer, params = (
+            zero.get(f"offload_{what}", {}).get("device") in HOST_DEVICES for what in ("optimizer", "param")
+        )
         return Engine(f"zero{asked.zero}", count, optimizer, params, gpu)
     if asked.fsdp:
         plugin = (config.fsdp_plugin_args or {}) if config.fsdp else {}
@@ -110,7 +112,7 @@ def state_bytes(optim: Any, weights: Weights) -> int:
     return weights.trained * moments if size is None else int(weights.trained_numbers * moments * (size + size / 64))
 
 
-def policy_on(engine: Engine, weights: Weights, optim: Any, mixed: bool) -> dict[str, int]:
+def model_bytes(engine: Engine, weights: Weights, optim: Any, mixed: bool) -> dict[str, int]:
     """Bytes of the trained model on one device, and in host memory for it. mixed: DeepSpeed casts to bf16 or fp16."""
     size = 2 if mixed else 4
     count = engine.processes
@@ -134,7 +136,7 @@ def policy_on(engine: Engine, weights: Weights, optim: Any, mixed: bool) -> dict
     return {"parameters": parameters, "gradients": gradients * kept, "optimizer": optimizer * kept, "host": host}
 
 
-def with_adapter(model: nn.Module, section: ModelSection, vision: bool) -> Any:
+def add_trained_adapter(model: nn.Module, section: ModelSection, vision: bool) -> Any:
     """Return a model without memory with the trained adapter of its section, or unchanged where that has none.
 
     vision: is its tower for pictures trained too?
@@ -163,22 +165,25 @@ class Shapes:
         linear = {m.weight for m in model.modules() if isinstance(m, nn.Linear) and m.weight is not self.head}
         embedded = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
         products = [w for w in {*linear, self.head} - embedded if w.dtype == torch.float32]
-        self.rounding = 2 * sum(w.numel() for w in products)  # bytes that `frozen.round_products` saves
-        model = with_adapter(model, section, vision)
+        self.rounding = 2 * sum(w.numel() for w in products)  # bytes that `frozen.precast_linear_weights` saves
+        model = add_trained_adapter(model, section, vision)
         numbers: Any = lambda module: sum(p.numel() for p in module.parameters())  # noqa: E731
         self.model = model
         every = list(model.parameters())
         quantised = section.quantization != "none"
-        language = self.inner.get_decoder() if forward.sees(model) else model
+        language = self.inner.get_decoder() if forward.is_vision_language_model(model) else model
         self.layers = max((m for m in language.modules() if isinstance(m, nn.ModuleList)), key=numbers)
         # peft makes float32 of what is not quantised
         sizes = {p: 4 if quantised else p.itemsize for p in every}
-        sizes |= dict.fromkeys(linear, QUANTISED[section.quantization]) if quantised else {}
+        sizes |= dict.fromkeys(linear, QUANTIZED_BYTES[section.quantization]) if quantised else {}
         trained = [p for p in every if p.requires_grad and trainable]
         count = sum(p.numel() for p in trained)
         own = sum(p.numel() * sizes[p] for p in trained)
         frozen = int(sum(p.numel() * sizes[p] for p in every) - own + sum(b.nbytes for b in model.buffers()))
-        cut = [*self.layers, *(vision_memory.stack_of(self.inner) if forward.sees(model) else ())]
+        cut = [
+            *self.layers,
+            *(vision_memory.vision_layers(self.inner) if forward.is_vision_language_model(model) else ()),
+        ]
         gathered = numbers(model) - sum(sorted(map(numbers, cut))[:-2])
         self.weights = Weights(frozen, own, numbers(model), count, gathered, quantised)
         self.tokens = 1
@@ -193,7 +198,7 @@ class Shapes:
         layer's `hidden` input, and of a `cache` of all layers; and the `tower`. Raises what a forward that needs values
         does.
         """
-        self.tower = self.reader and vision_memory.tower_of(self.inner, self.reader, dtype)
+        self.tower = self.reader and vision_memory.measure_vision_memory(self.inner, self.reader, dtype)
         forward.enable_scoring(self.model.train().to(dtype))
         kept = SavedTensorCounter((*self.model.parameters(), *self.model.buffers()))
         starts = [0]
@@ -217,7 +222,7 @@ class Shapes:
             layer.register_forward_pre_hook(lambda *_: starts.append(kept.bytes))
         given = MicroBatch(input_ids=batch.input_ids, position_ids=batch.position_ids, scored=batch.scored).to("meta")
         with kept.counting():
-            forward.run(self.model, given, lambda _, states: {"states": forward.scored_states(states, given)})
+            forward.run(self.model, given, lambda _, states: {"states": forward.scored_hidden_states(states, given)})
         self.tokens = batch.input_ids.numel()
         self.kept = np.diff([*starts, kept.bytes]).tolist()
         self.hidden = self.tokens * self.head.shape[1] * self.head.itemsize

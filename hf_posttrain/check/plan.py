@@ -9,11 +9,11 @@ import datasets
 import numpy as np
 from transformers import PreTrainedModel
 
-from ..rounds.config import rounds_in
+from ..rounds.config import number_of_rounds
 from ..rounds.iterative_trainer import planned_rows
 from ..scoring import layouts
 from ..scoring.attention_selection import row_multiple
-from ..scoring.layout_selection import able
+from ..scoring.layout_selection import supported_layouts
 from ..scoring.layouts import Branch, Example
 from ..trainer.base import PostTrainer
 from ..trainer.config import PostTrainConfig
@@ -59,7 +59,7 @@ def plan(
     rows: Any, trainer_class: Any, config: PostTrainConfig, models: Sequence[PreTrainedModel], processes: int
 ) -> Plan:
     """rows: of data.train, prepared. models: the policy, and the teacher if any; they need no weights."""
-    fitting, why = able(models, config.max_length)
+    fitting, why = supported_layouts(models, config.max_length)
     layout = fitting[0] if config.layout == "auto" else config.layout
     multiple = row_multiple(models, config.device)
     # with sequence parallelism several processes share each row
@@ -103,11 +103,11 @@ def plan(
         round(trained / len(order) * per_step),
         padding=1 - tokens / positions,
         saved=1 - tokens / separate,
-        rounds=_described(config, len(rows), steps),
+        rounds=_describe_rounds(config, len(rows), steps),
     )
 
 
-def _described(config: PostTrainConfig, prompts: int, steps: int) -> str:
+def _describe_rounds(config: PostTrainConfig, prompts: int, steps: int) -> str:
     """The rounds of a run in a line."""
     rounds = getattr(config, "rounds", None)
     if rounds is None:
@@ -115,7 +115,7 @@ def _described(config: PostTrainConfig, prompts: int, steps: int) -> str:
     each = f"{rounds.num_generations} answers to each prompt, judged by {rounds.judge}"
     if rounds.steps:
         return f"rounds of {rounds.steps} steps: {each}; rows are prompts"
-    if (count := rounds_in(rounds, steps)) < 1:
+    if (count := number_of_rounds(rounds, steps)) < 1:
         return ""
     fewer = f", and not {rounds.count}, of which each takes a step" if count < rounds.count else ""
     about = "about " if steps % count else ""

@@ -27,10 +27,10 @@ from ..scoring.head import LogProb
 from ..teachers.self_teacher import SelfTeacher
 
 PROMPTS = 4  # how many are answered for the statistics of rollouts
-SPAN = 32  # tokens of a rollout that are averaged to one KL
-EQUAL = 1e-2
-LIKELY = 5.0  # beyond these the student differs from itself, and rollouts from what it would sample
-_ONCE = {  # of a single step that leaves nothing behind, in place of the recipe's; not all methods have all of them
+KL_SPAN = 32  # tokens of a rollout that are averaged to one KL
+SELF_LOSS_TOLERANCE = 1e-2
+MAX_STANDARD_ERRORS = 5.0  # beyond these the student differs from itself, and rollouts from what it would sample
+_ONE_STEP = {  # of a single step that leaves nothing behind, in place of the recipe's; not all methods have all of them
     "max_steps": 1,
     "train_sampling_strategy": "sequential",
     "eval_strategy": "no",
@@ -90,7 +90,7 @@ class Probe:
             stopped = self.rollouts.stopped
             spread = f"{np.mean(lengths):.0f} tokens ({min(lengths)} to {max(lengths)})"
             yield f"{len(lengths)} rollouts: {spread}, {stopped:.0%} ended by themselves"
-            spans = (f"{SPAN * n}: {kl:.3g}" for n, kl in enumerate(self.rollouts.kl_by_position))
+            spans = (f"{KL_SPAN * n}: {kl:.3g}" for n, kl in enumerate(self.rollouts.kl_by_position))
             yield f"KL to the teacher from token {', '.join(spans)}"
             own = f"with the student as its own teacher the loss is {self.rollouts.to_itself:.1g}"
             yield f"{own}; rollouts are {abs(self.rollouts.surprise):.1f} standard errors from what it samples"
@@ -101,10 +101,10 @@ class Probe:
         if self.rollouts and self.rollouts.stopped == 0:
             remedy = "raise train.max_completion_length, or first train the student on finished answers"
             yield f"no rollout ended by itself: {remedy}"
-        if self.rollouts and self.rollouts.to_itself > EQUAL:
+        if self.rollouts and self.rollouts.to_itself > SELF_LOSS_TOLERANCE:
             remedy = "student and teacher are scored in different ways: please report it"
             yield f"with the student as its own teacher the loss is {self.rollouts.to_itself:.2g}, and not 0: {remedy}"
-        if self.rollouts and abs(self.rollouts.surprise) > LIKELY:
+        if self.rollouts and abs(self.rollouts.surprise) > MAX_STANDARD_ERRORS:
             remedy = "what samples them has other weights, another temperature, or leaves tokens out (top-p, top-k)"
             away = f"{abs(self.rollouts.surprise):.0f} standard errors"
             yield f"rollouts are {away} from what the student would sample: {remedy}"
@@ -120,7 +120,7 @@ def probe(
     known = {option.name for option in fields(config_class(method))}
     # the recipe's own trainer and weights, on as many of the longest rows as a step takes
     with tempfile.TemporaryDirectory() as folder:
-        once = {name: value for name, value in _ONCE.items() if name in known} | {"output_dir": folder}
+        once = {name: value for name, value in _ONE_STEP.items() if name in known} | {"output_dir": folder}
         trainer_class, config = build.configure(replace(recipe, train=recipe.train | once))
         step = config.per_device_train_batch_size * config.gradient_accumulation_steps * config.world_size
         chosen = longest(rows, step)
@@ -131,7 +131,7 @@ def probe(
             torch.cuda.reset_peak_memory_stats()
         metrics = trainer.train().metrics
         averages = trainer.meters["train"].averages(trainer.accelerator)
-        rollouts = sampled(trainer, chosen) if method.rows.sampled else None
+        rollouts = sample_rollouts(trainer, chosen) if method.rows.sampled else None
         chosen = chosen if recipe.rounds is None else trainer.round.rows
     own = [name for name in chosen.column_names if name.endswith("_ids") and name != "mismatch_ids"]
     return Probe(
@@ -145,7 +145,7 @@ def probe(
     )
 
 
-def sampled(trainer: Any, rows: datasets.Dataset) -> SampledRollouts:
+def sample_rollouts(trainer: Any, rows: datasets.Dataset) -> SampledRollouts:
     """Rollouts of the first prompts: lengths, stops, the KL of student to teacher by position, and are they right?"""
     trainer.args.lmbda = 1.0
     trainer.rollouts.source = trainer.rollouts.on_policy  # answer every prompt now
@@ -167,18 +167,18 @@ def sampled(trainer: Any, rows: datasets.Dataset) -> SampledRollouts:
     error = surprise.square().sum().sqrt().clamp(min=1e-6)
     # tokens of a rollout are in order within the batch, those of others may be in between
     of_each = [batch.owner == number for number in range(len(batch.row))]
-    spans = zip_longest(*(kl[own].split(SPAN) for own in of_each), fillvalue=kl[:0])
+    spans = zip_longest(*(kl[own].split(KL_SPAN) for own in of_each), fillvalue=kl[:0])
     ends = torch.isin(tokens, trainer.ends)
     return SampledRollouts(
         [int(own.sum()) for own in of_each],
         float(np.mean([ends[own].any().item() for own in of_each])),
         [torch.cat(span).mean().item() for span in spans],
-        to_itself(trainer, batch),
+        distance_to_itself(trainer, batch),
         (surprise.sum() / error).item(),
     )
 
 
-def to_itself(trainer: Any, batch: MicroBatch) -> float:
+def distance_to_itself(trainer: Any, batch: MicroBatch) -> float:
     """How far a batch's loss is from 0 where the student is its own teacher, as a mean over tokens."""
     teacher = trainer.teacher
     trainer.teacher = SelfTeacher(trainer, nullcontext, "")

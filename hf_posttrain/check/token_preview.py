@@ -20,16 +20,16 @@ from ..data.prepare import tokenised
 from ..data.row_schema import Reader, RowKind
 from ..data.sources import load
 from ..errors import InputError, error_context, printable
-from ..recipe.datasets import names_of
+from ..recipe.datasets import dataset_names
 from ..recipe.sections import Recipe
 from ..trainer.config import PostTrainConfig
 
-SHOWN = 3  # samples of each source
-LOOKED_AT = 1000  # rows of each source whose beginnings and ends are counted
+SAMPLES_PER_SOURCE = 3  # samples of each source
+AUDITED_ROWS = 1000  # rows of each source whose beginnings and ends are counted
 PADDED_SHARE = 0.1  # from this share of examples on, padding tokens inside them are a warning
-ALIGNED = 200  # answers that are aligned with a teacher's tokens
-EDGE = 24  # characters that are shown on each side of the boundary between prompt and trained text
-LONGEST = 1500  # characters of a piece that are shown
+ALIGNED_ANSWERS = 200  # answers that are aligned with a teacher's tokens
+BOUNDARY_CHARACTERS = 24  # characters that are shown on each side of the boundary between prompt and trained text
+MAX_CHARACTERS = 1500  # characters of a piece that are shown
 PLAIN = "\033[0m"
 BOLD = "\033[1m"
 GREEN = "\033[1;32m"
@@ -66,7 +66,7 @@ class Sample:
         before = ""
         for piece in self.pieces:
             if piece.trained:
-                return f"{before[-EDGE:]!r} | {piece.text[:EDGE]!r}"
+                return f"{before[-BOUNDARY_CHARACTERS:]!r} | {piece.text[:BOUNDARY_CHARACTERS]!r}"
             before = piece.text
         return "no token of the row is trained: rollouts take the place of the answer"
 
@@ -80,9 +80,9 @@ class Sample:
         """Prompt and completion in one piece, as the model reads them; several answers on lines of their own."""
         answers = dict.fromkeys(piece.role for piece in self.pieces if piece.role != "prompt")
         paired = answers if len(answers) > 1 else {}
-        whole = marked([piece for piece in self.pieces if piece.role not in paired], colour)
+        whole = mark_trained([piece for piece in self.pieces if piece.role not in paired], colour)
         for role in paired:
-            whole += f"\n{role}: {marked([piece for piece in self.pieces if piece.role == role], colour)}"
+            whole += f"\n{role}: {mark_trained([piece for piece in self.pieces if piece.role == role], colour)}"
         if self.read_by_teacher is not None:
             whole += f"\nthe teacher reads: {self.read_by_teacher}"
         return whole.split("\n")
@@ -92,7 +92,7 @@ class Sample:
 class TokenAudit:
     """How examples begin and end, and samples of them."""
 
-    samples: list[Sample] = field(default_factory=list)  # SHOWN of each source
+    samples: list[Sample] = field(default_factory=list)  # SAMPLES_PER_SOURCE of each source
     examples: int = 0  # how many were looked at
     bos: str | None = None  # the token that texts begin with, if the tokenizer has one of its own
     doubled: int = 0  # examples that begin with it twice; elsewhere templates write it, before each turn for instance
@@ -103,7 +103,9 @@ class TokenAudit:
     pad: str | None = None  # the padding token
     pad_is_eos: bool = False  # harmless: what is trained comes from lengths, never from the pad id
     padded: int = 0  # examples with the padding token, where it is not the eos: some tokenizers use it for unknown text
-    differing_prompts: int | None = None  # of the first SHOWN prompts: the teacher's template writes them otherwise
+    differing_prompts: int | None = (
+        None  # of the first SAMPLES_PER_SOURCE prompts: the teacher's template writes them otherwise
+    )
     teacher_stops: dict[int, str] | None = None  # ids that end the teacher's answers; rollouts stop at any of both
     one_outcome: dict[int, str] | None = None  # of both, those that the loss counts as one
     pictures: list[tuple[int, int, int]] = field(default_factory=list)  # of each width, height and tokens of features
@@ -123,7 +125,7 @@ class TokenAudit:
             yield f"{self.padded} of {self.examples} examples hold the padding token {self.pad}: {why}: {remedy}"
         if self.differing_prompts:
             why = "it would score text unlike what it was trained on (model.chat_template names one)"
-            of = f"{self.differing_prompts} of the first {SHOWN} prompts"
+            of = f"{self.differing_prompts} of the first {SAMPLES_PER_SOURCE} prompts"
             yield f"the teacher's own template writes {of} otherwise than the student's: {why}"
 
     def lines(self) -> Iterator[str]:
@@ -158,7 +160,7 @@ class TokenAudit:
         yield f"padding: {self.pad}{also}"
 
 
-def parts(row: dict[str, Any], kind: RowKind) -> Iterator[Part]:
+def row_parts(row: dict[str, Any], kind: RowKind) -> Iterator[Part]:
     """The prompt of a prepared row, then its answers. Answers that are yet to be sampled train nothing."""
     yield "prompt", row["prompt_ids"], [0] * len(row["prompt_ids"])
     for column in kind.answers:
@@ -166,22 +168,22 @@ def parts(row: dict[str, Any], kind: RowKind) -> Iterator[Part]:
         yield column.removesuffix("_ids"), ids, row.get("completion_mask") or [int(not kind.sampled)] * len(ids)
 
 
-def pieces(made: Iterable[Part], write: Callable[[Any], str]) -> list[Piece]:
+def split_pieces(made: Iterable[Part], write: Callable[[Any], str]) -> list[Piece]:
     """The runs of each part; `write` makes text of some of its values, such as a tokenizer's `decode` of ids."""
-    half = LONGEST // 2
+    half = MAX_CHARACTERS // 2
     found = []
     for role, values, mask in made:
         for trained, run in groupby(zip(values, mask, strict=True), key=lambda pair: bool(pair[1])):
             part = [value for value, _ in run]
             text = _RUNS.sub(lambda hit: f"{len(hit[0]) // len(hit[1])} x {hit[1]}", write(part))
             # of a long text the beginning and the end; control characters are written out
-            if len(text) > LONGEST:
+            if len(text) > MAX_CHARACTERS:
                 text = f"{text[:half]} ... {len(text) - 2 * half} characters ... {text[-half:]}"
-            found.append(Piece(role, trained, printable(text, kept="\n"), len(part)))
+            found.append(Piece(role, trained, printable(text, keep="\n"), len(part)))
     return found
 
 
-def marked(runs: Iterable[Piece], colour: bool) -> str:
+def mark_trained(runs: Iterable[Piece], colour: bool) -> str:
     """The text of all runs."""
     before, after = (GREEN, PLAIN) if colour else ("[[", "]]")
     return "".join(f"{before}{piece.text}{after}" if piece.trained else piece.text for piece in runs)
@@ -190,13 +192,13 @@ def marked(runs: Iterable[Piece], colour: bool) -> str:
 def audit_tokens(
     recipe: Recipe, tokenizer: Any, config: Any, models: Sequence[Any], raw: Mapping[str, Any]
 ) -> TokenAudit:
-    """Audit the first LOOKED_AT rows of every source, prepared as for training (unpacked).
+    """Audit the first AUDITED_ROWS rows of every source, prepared as for training (unpacked).
 
     models: the policy, and teachers that are loaded, without weights. raw: the rows of each data set. The rows of a
     data set with one source come from the cache that `prepare_data` has filled. Raises InputError for a bad row.
     """
-    from ..models.load import generation_config_of, load_tokenizer
-    from ..models.policy import find_terminal_ids, terminal_ids_of
+    from ..models.load import load_generation_config, load_tokenizer
+    from ..models.policy import find_terminal_ids, terminal_ids_from_config
 
     # special tokens: what ends an answer, what begins a text, what pads
     method = recipe.reads
@@ -210,7 +212,7 @@ def audit_tokens(
     pad = tokenizer.pad_token_id
     found = TokenAudit(stops=stops[0], pad=tokenizer.pad_token, pad_is_eos=pad == eos)
     raws = {}  # the rows of each source that training reads, without copies
-    names = names_of(recipe)  # those that are tokenised already -> the name of their data set in messages
+    names = dataset_names(recipe)  # those that are tokenised already -> the name of their data set in messages
     whole = {f"data.{name}": rows for name, rows in raw.items() if isinstance(rows, datasets.Dataset)}
     for key, source in recipe.sources():
         tokenised_already = key in whole and source.weight == 1
@@ -219,10 +221,10 @@ def audit_tokens(
             raws[key] = whole[key] if tokenised_already else load(replace(source, weight=weight), key)
         if not tokenised_already:
             names.pop(key, None)
-    taught = [section for _, section in recipe.taught_by() if not (section.self or section.own_tokenizer)]
+    taught = [section for _, section in recipe.teacher_sections() if not (section.self or section.own_tokenizer)]
     if taught:
         served = [
-            terminal_ids_of(generation_config_of(section), tokenizer, config.chat_template_kwargs)
+            terminal_ids_from_config(load_generation_config(section), tokenizer, config.chat_template_kwargs)
             for section in taught
             if section.url
         ]
@@ -233,7 +235,7 @@ def audit_tokens(
         key, raw = next(iter(raws.items()))
         tokenizers = tokenizer, load_tokenizer(taught[0])
         with suppress(InputError):  # the teacher has no chat template: nothing to compare with
-            first = [_first_examples(raw, method, each, config, key, SHOWN) for each in tokenizers]
+            first = [_first_examples(raw, method, each, config, key, SAMPLES_PER_SOURCE) for each in tokenizers]
             pairs = zip(*first, strict=True)
             found.differing_prompts = sum(ours["prompt_ids"] != theirs["prompt_ids"] for ours, theirs in pairs)
 
@@ -243,26 +245,26 @@ def audit_tokens(
     found.sees = reader is not None
     decode = {
         name.partition(".")[2]: (load_tokenizer(section) if section.own_tokenizer else tokenizer).decode
-        for name, section in recipe.taught_by()
+        for name, section in recipe.teacher_sections()
     }
     for key, source in recipe.sources():
         with error_context(recipe.where(f"{key}.path")):
             if key in names:
                 every = tokenised(raws[key], method, tokenizer, config, names[key])
-                rows = list(every.select(np.flatnonzero(np.asarray(every["row"][:]) < LOOKED_AT)))
+                rows = list(every.select(np.flatnonzero(np.asarray(every["row"][:]) < AUDITED_ROWS)))
             else:
-                rows = _first_examples(raws[key], method, tokenizer, config, key, LOOKED_AT)
+                rows = _first_examples(raws[key], method, tokenizer, config, key, AUDITED_ROWS)
         rows = [row for row in rows if not row["state"] & NO_TARGET]
         if reader is not None:
             for picture in (one for row in rows for one in row["images"] or ()):
                 found.pictures.append((*picture_size(picture), reader.features(reader.expansion(picture))))
         for n in sorted({0, len(rows) // 2, len(rows) - 1}) if rows else []:
-            shown = pieces(parts(rows[n], kind), tokenizer.decode)
+            shown = split_pieces(row_parts(rows[n], kind), tokenizer.decode)
             reads = rows[n].get("teacher_prompt_ids")
             source_name = f"{key} ({source.path})"
-            read = printable(str(decode[rows[n].get("teacher") or ""](reads)))[:LONGEST] if reads else None
+            read = printable(str(decode[rows[n].get("teacher") or ""](reads)))[:MAX_CHARACTERS] if reads else None
             found.samples.append(Sample(source_name, n, rows[n].get("label"), shown, read))
-        examples += [list(parts(row, kind)) for row in rows]
+        examples += [list(row_parts(row, kind)) for row in rows]
 
     # what is at their edges; a prompt is read once with each answer
     found.examples = len(examples)
@@ -274,15 +276,15 @@ def audit_tokens(
     written: set[int] = set()
     if tokenizer.chat_template:
         with suppress(InputError):
-            written = chat.written_special_ids(tokenizer, config.chat_template_kwargs)
+            written = chat.template_special_ids(tokenizer, config.chat_template_kwargs)
     if not found.pad_is_eos and pad not in written | {bos, *found.stops}:
         found.padded = sum(any(pad in ids for _, ids, _ in example) for example in examples)
     trained = [(ids, mask) for example in examples for _, ids, mask in example if any(mask)]
     found.answers = len(trained)
     found.ended = sum(ids[-1] in found.stops and bool(mask[-1]) for ids, mask in trained)
-    other = next((section for _, section in recipe.taught_by() if section.own_tokenizer), None)
+    other = next((section for _, section in recipe.teacher_sections() if section.own_tokenizer), None)
     if other is not None:
-        found.alignment = _alignment(tokenizer, load_tokenizer(other), [*found.stops], trained[:ALIGNED])
+        found.alignment = _alignment(tokenizer, load_tokenizer(other), [*found.stops], trained[:ALIGNED_ANSWERS])
     return found
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..data.images import ImageReader
-from ..scoring.forward import is_vision, vision_weights
+from ..scoring.forward import is_vision_parameter, vision_weights
 from .saved_tensors import SavedTensorCounter
 
 
@@ -36,13 +36,17 @@ class VisionMemory:
         return kept if self.trained else 0.0
 
 
-def stack_of(model: nn.Module) -> nn.ModuleList:
+def vision_layers(model: nn.Module) -> nn.ModuleList:
     """The layers of a model's tower."""
-    lists = (part for name, part in model.named_modules() if isinstance(part, nn.ModuleList) and is_vision(model, name))
+    lists = (
+        part
+        for name, part in model.named_modules()
+        if isinstance(part, nn.ModuleList) and is_vision_parameter(model, name)
+    )
     return max(lists, key=len)
 
 
-def tower_of(model: Any, reader: ImageReader, dtype: torch.dtype | None) -> VisionMemory:
+def measure_vision_memory(model: Any, reader: ImageReader, dtype: torch.dtype | None) -> VisionMemory:
     """The tower of a causal LM on the meta device, trained or not as its parameters are. dtype: it computes in that,
     None: in its own.
     """
@@ -51,11 +55,13 @@ def tower_of(model: Any, reader: ImageReader, dtype: torch.dtype | None) -> Visi
     size = (dtype or vision[0].dtype).itemsize / 4
     # a copy with one layer and weights of zero, in float32
     model = copy.deepcopy(model).float().requires_grad_(True)
-    layers = stack_of(model)
+    layers = vision_layers(model)
     count = len(layers)
     del layers[1:]
     for name, part in model.named_modules():
-        if is_vision(model, f"{name}.any"):  # it may have weights of the tower of its own, and the language model in it
+        if is_vision_parameter(
+            model, f"{name}.any"
+        ):  # it may have weights of the tower of its own, and the language model in it
             part.to_empty(device="cpu", recurse=False)
             for values in (*part.parameters(recurse=False), *part.buffers(recurse=False)):
                 values.detach().zero_()

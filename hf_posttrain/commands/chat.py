@@ -13,9 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ..errors import InputError, named, nearest
-from ..models.config import ModelSection, section_of
-from ..recipe.cli import Parser, number, tell
+from ..errors import InputError, join_names, name_hint
+from ..models.config import ModelSection, section_from_name
+from ..recipe.cli import Parser, number_type, print_output
 
 _EXAMPLE = 'example: hf-posttrain chat outputs/mine --compare --seed 1 --system "Answer in one sentence."'
 _CONTROL = re.compile(r"[^\n\t\x20-\x7e\xa0-\U0010ffff]")  # a terminal would obey it: it is shown written out
@@ -28,15 +28,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("model", metavar="MODEL", help="a folder, such as a run's output_dir, or a hub name")
     parser.add_argument("--adapter", metavar="FOLDER", type=Path, help="a saved adapter, to put on MODEL")
     parser.add_argument("--system", metavar="TEXT", default="", help="the system turn")
-    parser.add_argument("--temperature", type=number(0, float), default=0.7, help="of sampling; 0: greedy (0.7)")
-    parser.add_argument("--max_new_tokens", type=number(1), default=512, help="longest answer in tokens (512)")
-    parser.add_argument("--seed", type=number(0), default=secrets.randbits(32), help="of what is drawn (a new one)")
+    parser.add_argument("--temperature", type=number_type(0, float), default=0.7, help="of sampling; 0: greedy (0.7)")
+    parser.add_argument("--max_new_tokens", type=number_type(1), default=512, help="longest answer in tokens (512)")
+    parser.add_argument(
+        "--seed", type=number_type(0), default=secrets.randbits(32), help="of what is drawn (a new one)"
+    )
     parser.add_argument("--compare", action="store_true", help="answer twice: without the adapter and with it")
     parser.add_shared("chat_template", "chat_template_kwargs")
     parser.add_argument("--plain", action="store_true", help="no template: the model continues each line as a text")
     parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with the model")
     given = parser.parse_args(argv)
-    section = section_of(given.model, given.adapter)
+    section = section_from_name(given.model, given.adapter)
     section.chat_template = given.chat_template
     section.trust_remote_code = given.trust_remote_code
     if given.compare and not section.adapter:
@@ -56,21 +58,21 @@ def talk(conversation: "Conversation") -> None:
     try:
         while (line := ask().rstrip()).split(" ")[0] != "/exit":
             if not terminal:
-                tell(line)
+                print_output(line)
             name, _, rest = line.partition(" ")
             if name in COMMANDS:
                 said = COMMANDS[name](conversation, rest.strip())
             elif name.startswith("/"):
-                said = f"there is no {name}{nearest(name, [*COMMANDS, '/exit'])}"
+                said = f"there is no {name}{name_hint(name, [*COMMANDS, '/exit'])}"
             else:
                 said = line and conversation.say(line)
             if said:
-                tell(f"({said})")
+                print_output(f"({said})")
     except EOFError:
         pass
     except (UnicodeDecodeError, UnicodeEncodeError) as error:
         raise InputError(f"what was read or written is no text in {error.encoding} ({error.reason})") from error
-    tell("")
+    print_output("")
 
 
 def ask() -> str:
@@ -79,7 +81,7 @@ def ask() -> str:
         try:
             return input("> ")
         except KeyboardInterrupt:
-            tell("\n(/exit or Ctrl-D ends)")
+            print_output("\n(/exit or Ctrl-D ends)")
 
 
 class AnswerStreamer:
@@ -114,7 +116,7 @@ class Conversation:
         from ..models import load
         from .inference import InferenceModel
 
-        section.images |= load.only_sees(load.check_model(section))
+        section.images |= load.is_vision_only(load.check_model(section))
         self.answerer = InferenceModel(section, given.chat_template_kwargs)
         self.given = given
         self.answers = 0  # so far: each is drawn otherwise
@@ -128,17 +130,17 @@ class Conversation:
         if given.chat_template_kwargs:
             self._check_switches(given.chat_template_kwargs)
         if self.plain and not given.plain:
-            tell("(the model has no chat template: it continues each line as a plain text, as with --plain)")
+            print_output("(the model has no chat template: it continues each line as a plain text, as with --plain)")
         self.system(given.system)
 
     def _check_switches(self, given: dict[str, Any]) -> None:
         """Say which options of the chat template are not read. Raise InputError without a template."""
-        from ..data.chat import known_switches
+        from ..data.chat import template_options
 
         if self.plain:
             raise InputError("--chat_template_kwargs needs a chat template, and a plain text has none: drop it")
-        if unread := sorted(given.keys() - known_switches(self.answerer.tokenizer)):
-            tell(f"(the chat template does not read {named(unread)} of --chat_template_kwargs)")
+        if unread := sorted(given.keys() - template_options(self.answerer.tokenizer)):
+            print_output(f"(the chat template does not read {join_names(unread)} of --chat_template_kwargs)")
 
     def say(self, text: str) -> str:
         """A turn of the user's and the answer to it. A turn that cannot be read is not kept: returns the problem."""
@@ -148,10 +150,10 @@ class Conversation:
             return str(error)
         self.answers += 1
         if self.given.compare:
-            tell("[without adapter]")
+            print_output("[without adapter]")
             with self.answerer.model.disable_adapter():
                 self.answer(ids)
-            tell("[with adapter]")
+            print_output("[with adapter]")
         self.turns += [asked, {"role": "assistant", "content": self.answer(ids)}]
         return ""
 
@@ -177,7 +179,9 @@ class Conversation:
         if len(ids) >= self.positions:
             raise InputError(f"this has {len(ids)} tokens, and the model {self.positions} positions: say less")
         if dropped := len(self.turns) - len(kept):
-            tell(f"(too long for the model's {self.positions} positions: the oldest {dropped} turns are forgotten)")
+            print_output(
+                f"(too long for the model's {self.positions} positions: the oldest {dropped} turns are forgotten)"
+            )
         self.turns = kept
         return ids
 
@@ -207,7 +211,7 @@ class Conversation:
             raise InputError(f"{self.given.model}: {error}") from error
         else:
             if screen.ids and screen.ids[-1] not in own.ends:
-                tell(f"(cut after {longest} tokens)")
+                print_output(f"(cut after {longest} tokens)")
                 self.cut.add(screen.text)
         return screen.text
 
@@ -234,13 +238,13 @@ class Conversation:
         """Take back the last line and its answer"""
         said = self.turns
         self.turns = self.turns[:-2]
-        return "taken back" if said else NOTHING
+        return "taken back" if said else NO_TURNS
 
     def retry(self, _: str) -> str:
         """Another answer to the last line"""
         said = self.turns
         self.turns = self.turns[:-2]
-        return self.say(said[-2]["content"]) if said else NOTHING
+        return self.say(said[-2]["content"]) if said else NO_TURNS
 
     def temperature(self, text: str) -> str:
         """X: of sampling, from now on; 0: greedy"""
@@ -259,7 +263,7 @@ class Conversation:
     def save(self, name: str) -> str:
         """FILE: add the conversation to a file of rows to train on"""
         if not name or not self.turns:
-            return NOTHING if name else "to which file? /save FILE"
+            return NO_TURNS if name else "to which file? /save FILE"
         rows: list[dict[str, Any]] = [{"messages": self.head + self.turns}]
         if self.plain:  # each is by itself
             texts = [turn["content"] for turn in self.turns]
@@ -284,6 +288,6 @@ def _has_columns(line: str, row: dict[str, Any]) -> bool:
     return False
 
 
-NOTHING = "nothing was said yet"
+NO_TURNS = "nothing was said yet"
 _NAMES = ("help", "clear", "system", "undo", "retry", "temperature", "compare", "save")
 COMMANDS: dict[str, Callable[[Conversation, str], str]] = {f"/{name}": getattr(Conversation, name) for name in _NAMES}

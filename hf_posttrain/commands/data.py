@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from ..data import column_inference
-from ..errors import InputError, error_context, named
+from ..errors import InputError, error_context, join_names
 from ..methods import METHODS
 from ..models.config import ModelSection
-from ..recipe.cli import tell
+from ..recipe.cli import print_output
 from ..recipe.sections import Source
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-ROWS = 100  # that are looked at
+MAX_ROWS = 100  # that are looked at
 _EXAMPLES = """examples:
   hf-posttrain data mine.jsonl
   hf-posttrain data mine.jsonl prompt=question completion=answer --model Qwen/Qwen3-0.6B
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     source = Source(given.file, given.name, given.split, columns or None, streaming=True)
     stream = load(source, "data")
     filled = filled_by_arrow(stream)
-    rows = [without_filled(row, filled) for row in itertools.islice(stream, ROWS)]
+    rows = [without_filled(row, filled) for row in itertools.islice(stream, MAX_ROWS)]
     if not rows:
         raise InputError(f"data: {given.file} has no rows")
     tokenizer = None
@@ -74,16 +74,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     # of a model that is not known, some id stands for pictures
     seen = {"image_ids": (-1,) if given.images else (), "image_folder": given.image_folder}
     methods = [given.method] if given.method else list(METHODS)
-    lines, code = described(rows, given.file, methods, columns, tokenizer, seen)
+    lines, code = describe_file(rows, given.file, methods, columns, tokenizer, seen)
     if tokenizer:
         from ..data.template_report import traps
 
         lines += ["chat template:", *(f"  {line}" for line in traps(tokenizer))]
-    tell("\n".join(lines))
+    print_output("\n".join(lines))
     return code
 
 
-def described(
+def describe_file(
     rows: list[dict],
     name: str,
     methods: Sequence[str],
@@ -94,14 +94,14 @@ def described(
     """(lines, exit code) of the first rows of a data set, in which `columns` {ours: theirs} have our names. seen: what
     a `Plan` has of pictures.
     """
-    lines = [f"{name}: columns {named(rows[0])}"]
-    from ..data.formats import our_name, unread
+    lines = [f"{name}: columns {join_names(rows[0])}"]
+    from ..data.formats import canonical_name, unread_columns
     from ..data.images import COLUMNS as PICTURES
 
-    theirs = {our_name(column, rows[0]): column for column in rows[0]} | columns
-    rows = [{our_name(column, row): value for column, value in row.items()} for row in rows]
+    theirs = {canonical_name(column, rows[0]): column for column in rows[0]} | columns
+    rows = [{canonical_name(column, row): value for column, value in row.items()} for row in rows]
     forms, problems, lost = _readable(rows, methods, seen)
-    nearest = column_inference.suggest(rows, [METHODS[method] for method in methods])
+    nearest = column_inference.suggest_format(rows, [METHODS[method] for method in methods])
     renames = nearest is not None and not nearest.missing and any(a != b for a, b in nearest.columns.items())
     problems |= {} if renames and not forms else lost
     # it can be read as it is, unless all that is read are prompts, and answers are there under another name
@@ -113,33 +113,33 @@ def described(
         aside = [
             column
             for column in rows[0]
-            if all(column in unread(rows[0], form) for form in forms.values())
+            if all(column in unread_columns(rows[0], form) for form in forms.values())
             and not (seen["image_ids"] and column in PICTURES)
         ]
         used = dict.fromkeys([*(name for form in forms.values() for name in form.split(" + ")), *rows[0]])
-        lines.append("columns: " + named(f"{ours} from {theirs[ours]}" for ours in used if ours not in aside))
-        lines += [f"not read: {named(aside)}"] if aside else []
-        lines += filter(None, [column_inference.misspelt(aside)])
+        lines.append("columns: " + join_names(f"{ours} from {theirs[ours]}" for ours in used if ours not in aside))
+        lines += [f"not read: {join_names(aside)}"] if aside else []
+        lines += filter(None, [column_inference.misspelling_problem(aside)])
         lines += [f"not {method}: {problem}" for method, problem in problems.items()]
         return [*lines, *_first_example(rows[0], forms, tokenizer, seen)], 0
     # it cannot, and other names of columns would not help
     if problems:
         return [*lines, *(f"{method}: {problem}" for method, problem in problems.items())], 2
-    if advice := column_inference.no_mapping(rows, nearest, METHODS.values()):
+    if advice := column_inference.layout_advice(rows, nearest, METHODS.values()):
         return [*lines, "format: none that is read", advice], 2
     if nearest is None or nearest.missing:
         lines.append("format: none that is read")
         if nearest:
-            found = named(f"{ours} could be {theirs}" for ours, theirs in nearest.columns.items())
+            found = join_names(f"{ours} could be {theirs}" for ours, theirs in nearest.columns.items())
             lines.append(f"the nearest is {nearest.form}: {found}; there is no column for {', '.join(nearest.missing)}")
-        lines += filter(None, [column_inference.misspelt(rows[0])])
+        lines += filter(None, [column_inference.misspelling_problem(rows[0])])
         return [*lines, *(f"{method} reads {' | '.join(METHODS[method].rows.formats)}" for method in methods)], 2
     # it can with other names: those to write, and the first example with them
     mapping = {ours: theirs for ours, theirs in nearest.columns.items() if ours != theirs}
     tree = {"data": {"train": {"path": name, "columns": columns | mapping}}}
     section = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=10_000, default_flow_style=None)
     if aside := [column for column in rows[0] if column not in nearest.columns.values()]:
-        lines.append(f"not read: {named(aside)}")
+        lines.append(f"not read: {join_names(aside)}")
     lines.append(f"format: none that is read as it is; the nearest is {nearest.form} ({', '.join(nearest.methods)})")
     lines += ["write into the recipe:", *textwrap.indent(section, "  ").splitlines()]
     renamed = [
@@ -159,19 +159,19 @@ def _readable(
     """({method: format} of the methods that can read all rows, {method: problem} of those that fail at a row, {method:
     problem} of those whose format leaves a prompt unread).
     """
-    from ..data.encode import Plan, read, refuse_misread
-    from ..data.formats import detect, unread
+    from ..data.encode import Plan, check_misread, read
+    from ..data.formats import detect_format, unread_columns
 
     forms = {}
     problems = {}
     lost = {}
     for method in methods:
         try:
-            form = detect(list(rows[0]), METHODS[method])
+            form = detect_format(list(rows[0]), METHODS[method])
         except InputError:
             continue
-        aside = unread(rows[0], form)
-        unseen = None if seen["image_ids"] else column_inference.picture_problem(rows, aside)
+        aside = unread_columns(rows[0], form)
+        unseen = None if seen["image_ids"] else column_inference.image_problem(rows, aside)
         left = column_inference.prompt_problem(rows, aside, form)
         if problem := unseen or (left if "prompt" not in form else None):
             lost[method] = problem
@@ -182,12 +182,12 @@ def _readable(
             for n, row in enumerate(rows):
                 with error_context(f"row {n}"):
                     samples += read(row, plan)
-            refuse_misread({name: [row.get(name) for row in rows] for name in rows[0]}, samples, plan)
+            check_misread({name: [row.get(name) for row in rows] for name in rows[0]}, samples, plan)
             forms[method] = form
         except InputError as error:
             problems[method] = str(error)
             # a column of the right name that grades answers by scores or words
-            if form.endswith(" + label") and column_inference.kind(row.get("label")) in ("text", "number"):
+            if form.endswith(" + label") and column_inference.value_type(row.get("label")) in ("text", "number"):
                 labels = [row.get("label") for row in rows]
                 problems[method] += f"; {column_inference.label_advice('label', labels, METHODS.values())}"
     return forms, problems, lost
@@ -195,7 +195,7 @@ def _readable(
 
 def _first_example(row: dict, forms: dict[str, str], tokenizer: Any, seen: dict[str, Any]) -> list[str]:
     """The first example, of the method that reads most of it: what is trained is green or in [[brackets]]."""
-    from ..check.token_preview import Piece, marked, parts, pieces
+    from ..check.token_preview import Piece, mark_trained, row_parts, split_pieces
     from ..data.encode import Plan, read
     from ..data.prepare import plan_for, tokenise
 
@@ -215,14 +215,14 @@ def _first_example(row: dict, forms: dict[str, str], tokenizer: Any, seen: dict[
         made = {column: [part] if part and isinstance(part, str) else part or [] for column, part in found}
         made = made | {"completion_mask": sample.mask}
         write = _as_text
-    shown = pieces(parts(made, method.rows), write)
+    shown = split_pieces(row_parts(made, method.rows), write)
     if method.rows.sampled:
         prompt = [piece for piece in shown if piece.role == "prompt"]
         shown = [*prompt, Piece("completion", False, "(sampled by the student)", 0)]
     how = f"{'trained tokens' if tokenizer else 'what is trained'} {'green' if colour else 'in [[brackets]]'}"
     lines = [f"first example ({name}), {how}:"]
     for role, runs in itertools.groupby(shown, lambda piece: piece.role):
-        lines += [f"  {role}:", *(f"    {line}" for line in marked(runs, colour).split("\n"))]
+        lines += [f"  {role}:", *(f"    {line}" for line in mark_trained(runs, colour).split("\n"))]
     if not method.rows.sampled and not any(piece.role != "prompt" for piece in shown):
         lines.append("  (its answer is empty: such rows are dropped)")
     if method.rows.masked and form == "messages":

@@ -19,12 +19,12 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from .. import __version__
-from ..errors import InputError, error_context, named, nearest_path
-from ..models.config import ADAPTER, ModelSection, section_of
-from ..recipe.cli import Parser, number, tell
+from ..errors import InputError, error_context, join_names, path_hint
+from ..models.config import ADAPTER_CONFIG, ModelSection, section_from_name
+from ..recipe.cli import Parser, number_type, print_output
 from ..recipe.sections import Source
 from .metrics import load_metric, load_tasks, measure, run_tasks
-from .results import EVALUATIONS, RESULTS, as_table, keep, results_folder
+from .results import EVALUATIONS, RESULTS, as_table, results_folder, store_result
 from .resumable_jsonl import ResumableBatches
 
 if TYPE_CHECKING:
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
 UNFINISHED = ".eval_answers.part"
 """File of the greedy answers of a command that has not ended."""
-ANSWERED = "exact_match, stopped, length"
-SCORED = "perplexity, answer_nll"
-COMPARED = "pair_accuracy, pair_accuracy_per_token"
+ANSWER_METRICS = "exact_match, stopped, length"
+SCORE_METRICS = "perplexity, answer_nll"
+PAIR_METRICS = "pair_accuracy, pair_accuracy_per_token"
 """What is computed of greedy answers, of the data's answers and of pairs."""
 _READING = ("max_length", "image_folder", "apply_chat_template", "chat_template_kwargs")
 _OF_DATA = (*_READING, "limit", "columns", "images", "chat_template", "max_completion_length", "metrics")
@@ -52,7 +52,7 @@ _OF_TASKS = (
 """Options that rows are read by, and those that evaluations of data and of tasks are kept with."""
 _SWITCH = {"action": "store_true"}
 _SEVERAL = {"nargs": "+", "default": [], "metavar": "NAME"}
-_NUMBER = {"type": number(1), "metavar": "N"}
+_NUMBER = {"type": number_type(1), "metavar": "N"}
 _FOLDER = {"metavar": "FOLDER"}
 _OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "data": ({"metavar": "FILE"}, "a .jsonl, .json, .csv or .parquet file, a folder or a hub name"),
@@ -61,14 +61,14 @@ _OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "adapter": (_FOLDER, "a PEFT adapter on MODEL"),
     "metrics": (_SEVERAL, "of the package evaluate, for greedy answers: names, or folders with a script of that name"),
     "max_completion_length": (_NUMBER | {"default": 256}, "longest greedy answer in tokens (256)"),
-    "max_length": (_NUMBER | {"type": number(2)}, "longest prompt with its answer in tokens, cut as in training"),
+    "max_length": (_NUMBER | {"type": number_type(2)}, "longest prompt with its answer in tokens, cut as in training"),
     "batch_size": (_NUMBER | {"default": 8}, "rows at once (8): no number depends on it"),
     "images": (_SWITCH, "the model sees, and the rows have pictures"),
     "image_folder": (_FOLDER, "where relative paths of pictures start"),
     "apply_chat_template": (_SWITCH, "prompts of plain text become a user's turn"),
     "tasks": (_SEVERAL, "tasks of lm-eval, which pip install 'hf_posttrain[eval]' brings"),
     "task_folder": (_FOLDER, "with --tasks: where tasks of your own are, as .yaml"),
-    "num_fewshot": (_NUMBER | {"type": number(0)}, "with --tasks: examples before each question (the task's own)"),
+    "num_fewshot": (_NUMBER | {"type": number_type(0)}, "with --tasks: examples before each question (the task's own)"),
     "output": (
         _FOLDER | {"type": Path},
         f"where the numbers are kept, in {EVALUATIONS} and {RESULTS} (MODEL, where it"
@@ -90,9 +90,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     with redirect_stdout(sys.stderr):  # where packages and scripts may print
         found = evaluate_model(given)
         if folder:
-            keep(folder, found)
+            store_result(folder, found)
             (folder / UNFINISHED).unlink(missing_ok=True)
-    tell(json.dumps(found, indent=2, ensure_ascii=False) if given.json else "\n".join(map(as_table, found)))
+    print_output(json.dumps(found, indent=2, ensure_ascii=False) if given.json else "\n".join(map(as_table, found)))
     return 0
 
 
@@ -102,12 +102,12 @@ def evaluate_model(given: argparse.Namespace) -> list[dict[str, Any]]:
     section.chat_template = given.chat_template
     metrics = {Path(name).stem: load_metric(name) for name in given.metrics}
     tasks = load_tasks(given) if given.tasks else None
-    from ..models.load import check_model, load_tokenizer, only_sees
+    from ..models.load import check_model, is_vision_only, load_tokenizer
     from .inference import InferenceModel
 
     with error_context(f"the base of {given.model}" if section.adapter == given.model else "MODEL"):
         config = check_model(section)
-        section.images |= given.images or only_sees(config)
+        section.images |= given.images or is_vision_only(config)
         tokenizer = load_tokenizer(section)
     if tasks and given.apply_chat_template and not tokenizer.chat_template:
         raise InputError(f"--apply_chat_template: the tokenizer of {given.model} has no chat template")
@@ -158,11 +158,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         if getattr(given, name) not in (None, []) and not getattr(given, needed):
             parser.error(f"--{name} goes with --{needed}: add that, or drop --{name}")
     given.columns = dict(given.columns)
-    known = [*f"{ANSWERED}, {SCORED}, {COMPARED}".split(", "), *(Path(name).stem for name in given.metrics)]
+    known = [
+        *f"{ANSWER_METRICS}, {SCORE_METRICS}, {PAIR_METRICS}".split(", "),
+        *(Path(name).stem for name in given.metrics),
+    ]
     if twice := next((name for name in known if known.count(name) > 1), None):
         parser.error(f"--metrics: there is one {twice} already: drop it, or give its folder another name")
     if given.task_folder and not os.path.isdir(given.task_folder):
-        parser.error(f"--task_folder: there is no folder {given.task_folder}{nearest_path(Path(given.task_folder))}")
+        parser.error(f"--task_folder: there is no folder {given.task_folder}{path_hint(Path(given.task_folder))}")
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise InputError("eval runs in one process, and was started in several: drop the launcher")
     return given
@@ -171,9 +174,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def find_model(given: argparse.Namespace) -> ModelSection:
     """The model to load: of an adapter's folder, which may be a run's, its base with it."""
     folder = Path(given.model)
-    if given.adapter and (folder / ADAPTER).is_file() and not (folder / "config.json").is_file():
+    if given.adapter and (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file():
         raise InputError(f"{folder} is an adapter, and --adapter names another: give its base as MODEL")
-    return section_of(given.model, given.adapter)
+    return section_from_name(given.model, given.adapter)
 
 
 @dataclass
@@ -189,27 +192,27 @@ class EvaluationRows:
 def read_rows(given: argparse.Namespace, tokenizer: "PreTrainedTokenizerBase") -> EvaluationRows:
     """The rows of --data. Raises InputError for the first bad row, and where the columns hold nothing to evaluate."""
     from ..data import row_schema
-    from ..data.column_inference import suggest
-    from ..data.formats import detect, our_name
+    from ..data.column_inference import suggest_format
+    from ..data.formats import detect_format, canonical_name
     from ..data.prepare import prepare
     from ..data.sources import load
-    from .inference import PromptReader, reading_options
+    from .inference import PromptReader, data_options
 
     raw = load(Source(given.data, None, given.split, given.columns or None, given.limit), "--data")
-    columns = [our_name(column, raw.column_names) for column in raw.column_names]
+    columns = [canonical_name(column, raw.column_names) for column in raw.column_names]
     options = {name: getattr(given, name) for name in _READING} | {"keep_asked": False}
 
     def form(kind: row_schema.RowKind) -> list[str]:
         try:
-            return detect(columns, PromptReader("eval", kind)).split(" + ")
+            return detect_format(columns, PromptReader("eval", kind)).split(" + ")
         except InputError:
             return []
 
     def read(kind: row_schema.RowKind, **more: Any) -> list[dict[str, Any]]:
-        how = reading_options(**options, **more)
+        how = data_options(**options, **more)
         return list(prepare(raw, PromptReader("eval", kind), tokenizer, how, Path(given.data).name))
 
-    near = suggest(
+    near = suggest_format(
         list(islice(raw, 20)), [PromptReader("eval", kind) for kind in (row_schema.SUPERVISED, row_schema.PREFERENCE)]
     )
     other = [] if near is None or near.missing else [f"{a}={b}" for a, b in near.columns.items() if a != b]
@@ -222,13 +225,13 @@ def read_rows(given: argparse.Namespace, tokenizer: "PreTrainedTokenizerBase") -
     if form(row_schema.PREFERENCE):
         rows.pairs = read(row_schema.PREFERENCE)
         if not {"completion", "output", "completion_ids"} & {*single}:
-            rows.left_out.append(f"{ANSWERED}, {SCORED}: pairs have no single right answer")
+            rows.left_out.append(f"{ANSWER_METRICS}, {SCORE_METRICS}: pairs have no single right answer")
             return rows
     elif single:
-        rows.left_out.append(f"{COMPARED}: no columns chosen and rejected")
+        rows.left_out.append(f"{PAIR_METRICS}: no columns chosen and rejected")
     else:
         wanted = "prompt and completion; messages; text; prompt, chosen and rejected; or prompt alone"
-        raise InputError(f"{given.data}: eval reads {wanted}, and the columns are {named(columns)}{advice}")
+        raise InputError(f"{given.data}: eval reads {wanted}, and the columns are {join_names(columns)}{advice}")
     if "label" in form(row_schema.UNPAIRED):
         labelled = read(row_schema.UNPAIRED)
         rows.asked = rows.scored = [row for row in labelled if row["label"]]
@@ -239,15 +242,15 @@ def read_rows(given: argparse.Namespace, tokenizer: "PreTrainedTokenizerBase") -
         try:
             rows.scored = read(row_schema.SUPERVISED, train_on="assistant") if single == ["messages"] else []
         except InputError as error:
-            rows.left_out.append(f"{SCORED}: {error}")
+            rows.left_out.append(f"{SCORE_METRICS}: {error}")
     else:
         rows.asked = rows.scored = read(row_schema.SUPERVISED)
     if rows.asked and not any(row["completion_ids"] for row in rows.asked):
-        lacking = "exact_match" if single == ["messages"] else f"exact_match, {SCORED}"
+        lacking = "exact_match" if single == ["messages"] else f"exact_match, {SCORE_METRICS}"
         rows.left_out.append(f"{lacking}: the rows have no right answers{advice}")
     if single in (["text"], ["input_ids"]) or all(len(row["prompt_ids"]) < 2 for row in rows.asked):
         rows.asked = []
-        rows.left_out.append(f"{ANSWERED}: the rows have no prompts to answer")
+        rows.left_out.append(f"{ANSWER_METRICS}: the rows have no prompts to answer")
     if not rows.asked and not rows.scored:
         raise InputError(f"{given.data}: there is nothing to evaluate: {'; '.join(rows.left_out)}")
     return rows
@@ -262,16 +265,16 @@ def evaluate_rows(
     """{metric: value} of all that the rows allow."""
     found: dict[str, float] = {}
     if rows.scored:
-        logps = score(answerer, rows.scored, "completion_ids", given.batch_size)
+        logps = score_answers(answerer, rows.scored, "completion_ids", given.batch_size)
         masks = [row.get("completion_mask") or [1] * len(row["completion_ids"]) for row in rows.scored]
         counted = (zip(own, mask, strict=True) for own, mask in zip(logps, masks, strict=True))
         nll = -fmean(value for tokens in counted for value, on in tokens if on)
         found = {"perplexity": math.exp(nll) if nll < 700 else math.inf, "answer_nll": nll}
     if rows.pairs:
         chosen, rejected = (
-            score(answerer, rows.pairs, f"{name}_ids", given.batch_size) for name in ("chosen", "rejected")
+            score_answers(answerer, rows.pairs, f"{name}_ids", given.batch_size) for name in ("chosen", "rejected")
         )
-        totals: dict[str, Callable] = dict(zip(COMPARED.split(", "), (math.fsum, fmean), strict=True))
+        totals: dict[str, Callable] = dict(zip(PAIR_METRICS.split(", "), (math.fsum, fmean), strict=True))
         for name, total in totals.items():
             found[name] = fmean(total(good) > total(bad) for good, bad in zip(chosen, rejected, strict=True))
     return (judge_answers(answerer, rows, given, metrics) if rows.asked else {}) | found
@@ -288,8 +291,8 @@ def judge_answers(
     prompts = [Prompt.of(row) for row in rows.asked]
     ends = answerer.ends
     some = lambda numbers: answerer.generate([prompts[n] for n in numbers], given.max_completion_length)  # noqa: E731
-    kept = kept_answers(answerer, rows.asked, given)
-    answers = in_batches(some, [*map(len, prompts)], given.batch_size, "answering", kept)
+    kept = resumable_answers(answerer, rows.asked, given)
+    answers = run_in_batches(some, [*map(len, prompts)], given.batch_size, "answering", kept)
     found: dict[str, float] = {"stopped": fmean(ids[-1] in ends for ids in answers), "length": fmean(map(len, answers))}
     # an answer without an end was cut by max_length, unless none has one: rows of ids may lack them
     right = [until_terminal(first_turn(row), ends) for row in rows.asked]
@@ -303,7 +306,7 @@ def judge_answers(
     return found
 
 
-def kept_answers(
+def resumable_answers(
     answerer: "InferenceModel", asked: list[dict[str, Any]], given: argparse.Namespace
 ) -> ResumableBatches:
     """Where greedy answers are kept until the command has ended: in the folder of its results, if there is one."""
@@ -312,9 +315,9 @@ def kept_answers(
     import datasets
 
     from ..data.images import versions
-    from ..models.score_cache import computed_config, rows_key, weights_key
+    from ..models.score_cache import numeric_config, rows_key, weights_key
 
-    described = f"{computed_config(answerer.model)} {sorted(answerer.ends)}"
+    described = f"{numeric_config(answerer.model)} {sorted(answerer.ends)}"
     key = {
         "version": __version__,
         "model": weights_key(answerer.model.state_dict(), described, sample=64),
@@ -326,19 +329,19 @@ def kept_answers(
     return ResumableBatches(folder / UNFINISHED, json.loads(json.dumps(key)))
 
 
-def score(answerer: Any, rows: list[dict[str, Any]], column: str, size: int) -> list[list[float]]:
+def score_answers(answerer: Any, rows: list[dict[str, Any]], column: str, size: int) -> list[list[float]]:
     """Log-probabilities of the tokens of each row's answer, which is in this column. Raises InputError for NaN."""
     from ..scoring.layouts import Prompt
 
     pairs = [(Prompt.of(row), row[column]) for row in rows]
     some = lambda numbers: answerer.logps(*zip(*(pairs[n] for n in numbers), strict=True))  # noqa: E731
-    found = in_batches(some, [len(prompt) + len(answer) for prompt, answer in pairs], size, "scoring")
+    found = run_in_batches(some, [len(prompt) + len(answer) for prompt, answer in pairs], size, "scoring")
     if math.isnan(sum(map(sum, found))):
         raise InputError(f"{answerer.section.name_or_path}: the model's logits are NaN: its weights are broken")
     return found
 
 
-def in_batches(
+def run_in_batches(
     work: Callable[[list[int]], list], lengths: list[int], size: int, what: str, kept: ResumableBatches | None = None
 ) -> list:
     """What `work` makes of all rows' numbers, in order: it is given `size` of them at a time, of about one length.

@@ -22,7 +22,7 @@ from ..errors import InputError
 from ..generation import rollout
 from ..generation.hf_generate import BROKEN
 from ..models.config import ModelSection
-from ..models.load import check_model, check_tokenizer_fits, drawable_ids, load_model, load_tokenizer
+from ..models.load import check_model, check_tokenizer_fits, load_model, load_tokenizer, sampling_vocab_size
 from ..models.policy import find_terminal_ids
 from ..recipe.sections import Source
 from ..scoring.forward import enable_scoring, score
@@ -54,7 +54,7 @@ class InferenceModel:
         enable_scoring(self.model)
         reader = read_by(self.tokenizer)
         self.see = VisionInputs.of(self.model, reader) if reader else None
-        self.vocabulary = drawable_ids(self.tokenizer, self.model.config)
+        self.vocabulary = sampling_vocab_size(self.tokenizer, self.model.config)
         self.ends = find_terminal_ids(self.model, self.tokenizer, switches)
 
     def generate(
@@ -103,7 +103,7 @@ class PromptReader:
     rows: Any = PROMPTS
 
 
-def reading_options(**given: Any) -> SimpleNamespace:
+def data_options(**given: Any) -> SimpleNamespace:
     """The options by which rows are read, with the defaults of every Config: `max_length` (of prompts here),
     `apply_chat_template`, `chat_template_kwargs`, `image_folder`, ...
     """

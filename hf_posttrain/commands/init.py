@@ -21,10 +21,10 @@ from typing import Any
 import yaml
 
 from ..data import column_inference
-from ..data.files import source_problem, with_home
+from ..data.files import expand_home, source_problem
 from ..errors import InputError, printable
 from ..methods import METHODS
-from ..recipe.cli import Parser, number, tell
+from ..recipe.cli import Parser, number_type, print_output
 from ..recipe.fields import train_fields
 from ..recipe.sections import Source
 from ..recipe.yaml_tree import read_tree
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--eval", metavar="FILE", help="rows to evaluate on")
     parser.add_argument("--output_dir", metavar="DIR", help="where the run leaves everything (outputs/NAME_OF_RECIPE)")
     parser.add_argument("--lora", action="store_true", help="train an adapter instead of all weights")
-    parser.add_argument("--rounds", metavar="N", type=number(1), help="N rounds on its own judged answers")
+    parser.add_argument("--rounds", metavar="N", type=number_type(1), help="N rounds on its own judged answers")
     parser.add_argument("-o", metavar="FILE", dest="file", type=Path, help="the recipe to write (METHOD.yaml)")
     parser.add_argument("--yes", action="store_true", help="ask nothing: take the defaults of what is not given")
     given = parser.parse_args(argv)
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         parser.error(f"-o: {file} cannot be written ({error.strerror})")
     name = shlex.quote(str(file))
-    tell(f"wrote {file}; next:\n  hf-posttrain {name} --check\n  accelerate launch -m hf_posttrain.run {name}")
+    print_output(f"wrote {file}; next:\n  hf-posttrain {name} --check\n  accelerate launch -m hf_posttrain.run {name}")
     return 0
 
 
@@ -139,10 +139,10 @@ def _choose_rows(reader: Method, shipped: dict, given: argparse.Namespace) -> tu
         as_text = shipped.get("train", {}).get("apply_chat_template", False)
         answered = True
     else:
-        source, as_text, answered = look_at(path, reader, "--data")
+        source, as_text, answered = inspect_data(path, reader, "--data")
         sources = {"train": source}
     if given.eval:
-        sources["eval"], *_ = look_at(given.eval, reader, "--eval")
+        sources["eval"], *_ = inspect_data(given.eval, reader, "--eval")
     return sources, as_text, answered
 
 
@@ -208,31 +208,31 @@ def _help_text(value: ast.expr | None) -> str:
     return text.partition(". ")[0].removesuffix(".")
 
 
-def look_at(path: str, method: Method, option: str) -> tuple[dict[str, Any], bool, bool]:
+def inspect_data(path: str, method: Method, option: str) -> tuple[dict[str, Any], bool, bool]:
     """(source, are its prompts plain text, have they answers?): a file or folder with the `columns` that it needs, or a
     hub name. Raises InputError for a file that is missing, cannot be read, or that the method cannot train on.
     """
     if problem := source_problem(path):
         raise InputError(f"{option}: {problem}")
-    if not with_home(path).exists():
+    if not expand_home(path).exists():
         return {"path": path}, False, True
-    from ..data.formats import detect, our_name, read_label
+    from ..data.formats import detect_format, canonical_name, read_label
     from ..data.prepare import filled_by_arrow, without_filled
     from ..data.sources import load
-    from .data import ROWS, described
+    from .data import MAX_ROWS, describe_file
 
     stream = load(Source(path, streaming=True), option)
     filled = filled_by_arrow(stream)
-    rows = [without_filled(row, filled) for row in itertools.islice(stream, ROWS)]
+    rows = [without_filled(row, filled) for row in itertools.islice(stream, MAX_ROWS)]
     if not rows:
         raise InputError(f"{option}: {path} has no rows")
-    lines, code = described(rows, path, [method.name], {}, None, {"image_ids": (), "image_folder": None})
+    lines, code = describe_file(rows, path, [method.name], {}, None, {"image_ids": (), "image_folder": None})
     if code == 2:
         raise InputError(f"{option}: nothing was written: {'; '.join(lines)}")
-    rows = [{our_name(column, row): value for column, value in row.items()} for row in rows]
-    nearest = column_inference.suggest(rows, [method]) if code else None
+    rows = [{canonical_name(column, row): value for column, value in row.items()} for row in rows]
+    nearest = column_inference.suggest_format(rows, [method]) if code else None
     columns = {ours: theirs for ours, theirs in nearest.columns.items() if ours != theirs} if nearest else {}
-    form = nearest.form if nearest else detect([*rows[0]], method)
+    form = nearest.form if nearest else detect_format([*rows[0]], method)
     asked = [rows[0][columns.get(name, name)] for name in ("prompt", "instruction") if name in form.split(" + ")]
     answered = bool(rows[0].get("completion_ids")) if form == "prompt_ids" else form != "prompt"
     if form == "messages" and (turns := rows[0].get(columns.get("messages", "messages"))):
@@ -245,7 +245,7 @@ def look_at(path: str, method: Method, option: str) -> tuple[dict[str, Any], boo
 
 def _has_template(model: str) -> bool:
     """Has a model a chat template, as far as its folder shows? One of the hub is taken to have one."""
-    folder = with_home(model)
+    folder = expand_home(model)
     texts = (file.read_text(encoding="utf-8") for file in folder.glob("tokenizer_config.json"))
     return not os.path.isdir(folder) or any(folder.glob("*.jinja")) or any('"chat_template"' in text for text in texts)
 
@@ -265,7 +265,7 @@ def _written(tree: dict[str, Any], depth: int = 0) -> Iterator[str]:
             yield f"{'  ' * depth}{key}:\n"
             yield from _written(given, depth + 1)
             continue
-        line = f"{'  ' * depth}{key}: {in_yaml(given[0])}".ljust(37)
+        line = f"{'  ' * depth}{key}: {format_yaml(given[0])}".ljust(37)
         comment = given[1]
         fitting = f".{{1,{max(40, 116 - len(line))}}}"
         ends = (re.match(f"{fitting}(?={end})", comment) for end in ("$", "; ", r"[:,] (?![^{]*\})| \("))
@@ -273,7 +273,7 @@ def _written(tree: dict[str, Any], depth: int = 0) -> Iterator[str]:
         yield f"{line}  # {cut[0] + ', ...' * comment[cut.end() :].startswith(',') if cut else comment}\n"
 
 
-def in_yaml(value: object) -> str:
+def format_yaml(value: object) -> str:
     """A value on one line."""
     if not isinstance(value, str | dict):
         return json.dumps(value).replace("e-0", "e-")

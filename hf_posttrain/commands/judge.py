@@ -11,13 +11,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import InputError, nearest, shown
-from ..recipe.cli import Parser, tell
+from ..errors import InputError, name_hint, short_repr
+from ..recipe.cli import Parser, print_output
 from ..recipe.sections import Source
 from ..rounds.judges.config import KINDS, JudgeSection, expand_judge, judge_problems
-from .resumable_jsonl import ResumableFile, refuse_existing
+from .resumable_jsonl import ResumableFile, check_new_file
 
-PIECE = 64
+CHUNK_SIZE = 64
 """Prompts whose answers are judged at once."""
 _EXAMPLES = """judges:
   --by exact_match                   1 where the final answer is that of `reference`, else 0
@@ -51,8 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--timeout", type=float, default=known.timeout, help="of url: seconds that an answer may take")
     parser.add_argument("--batch_size", type=int, default=known.batch_size, help="of model and teacher")
     given = parser.parse_args(argv)
-    section = read_section(given)
-    refuse_existing(given.out)
+    section = judge_section(given)
+    check_new_file(given.out)
     rows = read_answers(given.file)
     if section.by == "exact_match":
         unknown = (number for number, row in enumerate(rows) if row.get("reference") is None)
@@ -61,16 +61,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise InputError(f"{given.file}, row {number}: {problem}")
     count = 0
     total = 0.0
-    for row in judge(rows, section, given):
+    for row in judge_rows(rows, section, given):
         if row["score"] is not None:
             count = count + 1
             total = total + row["score"]
     mean = f", {total / count:.4g} on average" if count else ""
-    tell(f"{count} of {len(rows)} answers have a score{mean}; they are in {given.out}")
+    print_output(f"{count} of {len(rows)} answers have a score{mean}; they are in {given.out}")
     return 0
 
 
-def read_section(given: Any) -> JudgeSection:
+def judge_section(given: Any) -> JudgeSection:
     """The judge of the arguments. Raises InputError for a kind that does not exist, and what contradicts."""
     kind, *name = given.by
     if not name:  # a short form, as recipes have it
@@ -86,7 +86,9 @@ def read_section(given: Any) -> JudgeSection:
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(f"--question: {given.question} cannot be read: {error}") from error
     if kind not in KINDS:
-        raise InputError(f"command line: --by {kind}: one of {', '.join(KINDS)} is wanted{nearest(kind, KINDS, False)}")
+        raise InputError(
+            f"command line: --by {kind}: one of {', '.join(KINDS)} is wanted{name_hint(kind, KINDS, False)}"
+        )
     section = JudgeSection(
         kind, name[0] if name else None, given.served_model, question, given.opponents, given.timeout, given.batch_size
     )
@@ -112,13 +114,13 @@ def read_answers(path: str, score: bool = False) -> list[dict[str, Any]]:
             turns = isinstance(given, list) and bool(given) and all(isinstance(turn, dict) for turn in given)
             text = isinstance(given, str) and name != "messages" and bool(given or name == "completion")
             if not turns and not text:
-                raise InputError(f"{path}, row {number}: {name} is {shown(given)}, a text or messages are wanted")
+                raise InputError(f"{path}, row {number}: {name} is {short_repr(given)}, a text or messages are wanted")
         if score and not (isinstance(row["score"], int | float | None) and math.isfinite(row["score"] or 0)):
-            raise InputError(f"{path}, row {number}: score is {shown(row['score'])}, a number or null is wanted")
+            raise InputError(f"{path}, row {number}: score is {short_repr(row['score'])}, a number or null is wanted")
     return rows
 
 
-def by_prompt(rows: Iterable[dict[str, Any]], *also: str) -> list[list[dict[str, Any]]]:
+def group_by_prompt(rows: Iterable[dict[str, Any]], *also: str) -> list[list[dict[str, Any]]]:
     """The rows of each prompt, wherever they stand. also: columns that are the same in a group too."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
@@ -126,39 +128,39 @@ def by_prompt(rows: Iterable[dict[str, Any]], *also: str) -> list[list[dict[str,
     return [*groups.values()]
 
 
-def text_of(answer: Any) -> str:
+def completion_text(answer: Any) -> str:
     """A completion as a text: of messages, what the assistant said last."""
     return answer if isinstance(answer, str) else str(answer[-1].get("content") or "")
 
 
-def question(group: list[dict[str, Any]]) -> Any:
+def make_question(group: list[dict[str, Any]]) -> Any:
     """What a judge is asked of the answers to a prompt."""
     from ..rounds.judges.question import Question
 
     first = group[0]
     more = {name: first[name] for name in ("tools", "chat_template_kwargs") if first.get(name)}
     stopped = [row.get("stopped") is not False for row in group]
-    answers = [text_of(row["completion"]) if row.get("answered") is None else row["answered"] for row in group]
+    answers = [completion_text(row["completion"]) if row.get("answered") is None else row["answered"] for row in group]
     prompt = first.get("messages") or first.get("asked") or first["prompt"]
     return Question(prompt, answers, first.get("reference"), more, stopped=stopped)
 
 
-def judge(rows: list[dict[str, Any]], section: JudgeSection, given: Any) -> Iterator[dict[str, Any]]:
+def judge_rows(rows: list[dict[str, Any]], section: JudgeSection, given: Any) -> Iterator[dict[str, Any]]:
     """Write the file, then give its rows. Raises InputError where the judge cannot be asked."""
     import torch
     import xxhash
 
     from ..rounds.judges import make_judge
 
-    groups = by_prompt(rows, "reference")
+    groups = group_by_prompt(rows, "reference")
     made = make_judge(section, None, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     read = xxhash.xxh3_64_hexdigest(repr(rows).encode())
     key = {"judge": section.described(), "version": made.key(), "rows": read}
-    asked = [question(group) for group in groups]
+    asked = [make_question(group) for group in groups]
     with ResumableFile(given.out, key) as file, made:
-        for first in file.left(range(0, len(groups), PIECE), "judge"):
-            scores = made.score(asked[first : first + PIECE])
-            pairs = zip(groups[first : first + PIECE], scores, strict=True)
+        for first in file.left(range(0, len(groups), CHUNK_SIZE), "judge"):
+            scores = made.score(asked[first : first + CHUNK_SIZE])
+            pairs = zip(groups[first : first + CHUNK_SIZE], scores, strict=True)
             judged = [(row, score) for group, own in pairs for row, score in zip(group, own, strict=True)]
             file.write(row | {"score": score, "judge": str(section)} for row, score in judged)
         yield from file.finish()

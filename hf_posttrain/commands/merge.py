@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError, error_context
-from ..models.config import ADAPTER, ModelSection, section_of_adapter
-from ..recipe.cli import Parser, tell
+from ..models.config import ADAPTER_CONFIG, ModelSection, section_from_adapter
+from ..recipe.cli import Parser, print_output
 
 DTYPES = ("default", "auto", "float32", "bfloat16", "float16")
 _EXAMPLE = "example: hf-posttrain merge outputs/mine/checkpoint-200 merged --dtype bfloat16"
@@ -24,11 +24,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="hf-posttrain merge", description=described, epilog=_EXAMPLE, allow_abbrev=False)
     parser.add_argument("adapter", metavar="ADAPTER", type=Path, help="a run's output_dir, or a checkpoint in it")
     parser.add_argument("out", metavar="OUT", type=Path, help="where the model goes: a new folder")
-    parser.add_argument("--base", metavar="NAME_OR_FOLDER", help=f"the base model (the one that {ADAPTER} names)")
+    parser.add_argument("--base", metavar="NAME_OR_FOLDER", help=f"the base model (the one that {ADAPTER_CONFIG} names)")
     parser.add_argument("--dtype", choices=DTYPES, default="default", help=_DTYPE)
     parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with the base")
     given = parser.parse_args(argv)
-    section = section_of_adapter(given.adapter, given.base)
+    section = section_from_adapter(given.adapter, given.base)
     section.dtype = given.dtype
     section.trust_remote_code = given.trust_remote_code
     out = given.out.absolute()
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         unfinished.rename(out)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-    tell(f"{given.out} is {section.name_or_path} with {given.adapter} merged into it, in {dtype}")
+    print_output(f"{given.out} is {section.name_or_path} with {given.adapter} merged into it, in {dtype}")
     return 0
 
 
@@ -56,7 +56,7 @@ def merge(section: ModelSection, folder: Path) -> str:
     """
     from ..data.images import read_by
     from ..models import load
-    from ..models.policy import align_generation, find_terminal_ids, generation_config
+    from ..models.policy import align_generation, find_terminal_ids, set_generation_config
     from ..trainer import output_dir, saving
 
     adapter = str(section.adapter)
@@ -66,7 +66,7 @@ def merge(section: ModelSection, folder: Path) -> str:
     if kind != "mxfp4":  # which is loaded as what it stands for
         why = f"{section.name_or_path} is quantised ({kind}), and its steps would round the adapter away"
         raise InputError(f"{why}: --base names the model in full precision")
-    section.images |= load.only_sees(config)
+    section.images |= load.is_vision_only(config)
     tokenizer = load.load_tokenizer(section)
     with warnings.catch_warnings(action="ignore"):
         policy: Any = load.load_model(section, trainable=False)
@@ -77,10 +77,10 @@ def merge(section: ModelSection, folder: Path) -> str:
     # a run saves with its adapter how the model generates
     inner = policy.get_base_model()
     reader = read_by(tokenizer)
-    inner.generation_config = load.generation_config_of(ModelSection(adapter)) or inner.generation_config
+    inner.generation_config = load.load_generation_config(ModelSection(adapter)) or inner.generation_config
     ends = find_terminal_ids(policy, tokenizer, None)
     align_generation(policy, tokenizer, ends)
-    saved_too = reader.processor if reader else tokenizer, generation_config(policy, ends)
+    saved_too = reader.processor if reader else tokenizer, set_generation_config(policy, ends)
     with output_dir.writing(folder):
         saving.write_merged(policy, policy.state_dict(), *saved_too, str(folder))
     return str(inner.dtype).removeprefix("torch.")

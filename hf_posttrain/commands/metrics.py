@@ -7,7 +7,7 @@ from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import InputError, nearest, shown
+from ..errors import InputError, name_hint, short_repr
 
 if TYPE_CHECKING:
     from .inference import InferenceModel
@@ -33,7 +33,7 @@ def measure(name: str, metric: Any, predictions: list[str], references: list[str
     except Exception as error:
         raise InputError(f"--metrics {name}: it cannot compare texts ({type(error).__name__}: {error})") from error
     if not isinstance(result, dict) or not result or not all(isinstance(each, Real) for each in result.values()):
-        raise InputError(f"--metrics {name}: it gives {shown(result)}, and numbers are wanted")
+        raise InputError(f"--metrics {name}: it gives {short_repr(result)}, and numbers are wanted")
     return {name if key == name else f"{name}_{key}": float(value) for key, value in result.items()}
 
 
@@ -53,7 +53,7 @@ def load_tasks(given: argparse.Namespace) -> tuple[Any, list]:
     found = []
     for name in given.tasks:
         if name not in manager.all_tasks:
-            raise InputError(f"--tasks: lm-eval has no {name!r}{nearest(name, manager.all_tasks, listed=False)}")
+            raise InputError(f"--tasks: lm-eval has no {name!r}{name_hint(name, manager.all_tasks, list_valid=False)}")
         try:
             loaded = manager.load([name])
         except Exception as error:  # of data that are not there, or of what a .yaml says

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from ..data.row_schema import RowKind
-from ..errors import InputError, error_context, shown
+from ..errors import InputError, error_context, short_repr
 from ..methods import METHODS
-from ..recipe.cli import Parser, tell
-from ..rounds.config import PairSection, good_from, pair_problems
+from ..recipe.cli import Parser, print_output
+from ..rounds.config import PairSection, pair_problems, resolve_threshold
 from ..rounds.pairing import SelectedRows, pair_up
-from .judge import by_prompt, read_answers, text_of
-from .resumable_jsonl import refuse_existing, write_rows
+from .judge import completion_text, group_by_prompt, read_answers
+from .resumable_jsonl import check_new_file, write_rows
 
 BEGIN_THOUGHT = "<think>"
 END_THOUGHT = "</think>"
@@ -62,51 +62,53 @@ def main(argv: Sequence[str] | None = None) -> int:
     section = PairSection(given.take, given.margin, given.threshold, given.unfinished)
     for _, problem in pair_problems(section, kind):
         raise InputError(f"command line: --{problem}")
-    refuse_existing(given.out)
+    check_new_file(given.out)
     rows = read_answers(given.file, score=True)
     have_ids = all(row.get("prompt_ids") and row.get("completion_ids") for row in rows)
     if given.ids and not have_ids:
         raise InputError(f"{given.file}: --ids: its rows have no prompt_ids and completion_ids")
     for number, row in enumerate(rows):
         if (one := row.get("judge")) != (other := rows[0].get("judge")):
-            problem = f"judge is {shown(one)}, and that of row 0 is {shown(other)}: scores of two judges do not compare"
+            problem = f"judge is {short_repr(one)}, and that of row 0 is {short_repr(other)}: scores of two judges do not compare"
             raise InputError(f"{given.file}, row {number}: {problem}: pair the rows of each by themselves")
-    groups = by_prompt(rows)
+    groups = group_by_prompt(rows)
     found = pair(groups, kind, section)
     equal = sum(len(group) - len({repr(row["completion"]) for row in group}) for group in groups)
     reasons = [f"{equal} answers equal another of their prompt: one of each counts"] if equal else []
     reasons += [f"{count} prompts gave none: {reason}" for reason, count in found.left_out.most_common()]
     if not found.count:
         raise InputError("; ".join([f"{given.file}: its {len(groups)} prompts give no row", *reasons]))
-    written = {id(row) for row in used(groups, found)}
-    cut = [number for number, row in enumerate(rows) if id(row) in written and is_cut(row)]
+    written = {id(row) for row in selected_answers(groups, found)}
+    cut = [number for number, row in enumerate(rows) if id(row) in written and is_truncated(row)]
     if cut and not have_ids:
         problem = "its answer did not end, or ends inside a thought, which a text cannot say, and it has no token ids"
         raise InputError(f"{given.file}, row {cut[0]}: {problem}: leave it out, or sample with `hf-posttrain sample`")
     if cut and not given.ids:
         reasons.append(f"they are token ids, for this tokenizer alone: {len(cut)} answers did not end")
     with error_context(given.file):
-        write_rows(given.out, made_rows(groups, found, kind, given.ids or bool(cut)))
+        write_rows(given.out, selected_rows(groups, found, kind, given.ids or bool(cut)))
     what = "pairs" if kind.paired else "labelled answers" if kind.labelled else "answers"
-    tell("\n  ".join([f"{found.count} {what} of {len(groups)} prompts are in {given.out}", *reasons]))
+    print_output("\n  ".join([f"{found.count} {what} of {len(groups)} prompts are in {given.out}", *reasons]))
     return 0
 
 
 def pair(groups: list[list[dict[str, Any]]], kind: RowKind, section: PairSection) -> SelectedRows:
     """Which answers of each prompt are trained on. A row that does not say whether its answer ended did end."""
-    answers = [[repr(row["completion"]) if text_of(row["completion"]) else "" for row in group] for group in groups]
+    answers = [
+        [repr(row["completion"]) if completion_text(row["completion"]) else "" for row in group] for group in groups
+    ]
     scores = [[row["score"] for row in group] for group in groups]
     stopped = [[row.get("stopped") is not False for row in group] for group in groups]
-    return pair_up(kind, answers, scores, stopped, section, good_from(section, groups[0][0].get("judge") or ""))
+    return pair_up(kind, answers, scores, stopped, section, resolve_threshold(section, groups[0][0].get("judge") or ""))
 
 
-def used(groups: list[list[dict[str, Any]]], found: SelectedRows) -> list[dict[str, Any]]:
+def selected_answers(groups: list[list[dict[str, Any]]], found: SelectedRows) -> list[dict[str, Any]]:
     """The answers that are trained on."""
     pairs = zip(groups, found.rows, strict=True)
     return [group[number] for group, rows in pairs for row in rows for number in row.answers]
 
 
-def is_cut(row: dict[str, Any]) -> bool:
+def is_truncated(row: dict[str, Any]) -> bool:
     """Did an answer not end, or end inside a thought? As a text it would be trained with an end, and a chat template
     would close its thought, or write an empty one before it.
     """
@@ -117,7 +119,7 @@ def is_cut(row: dict[str, Any]) -> bool:
     return row.get("stopped") is False or (text.startswith(BEGIN_THOUGHT) and END_THOUGHT not in text)
 
 
-def made_rows(
+def selected_rows(
     groups: list[list[dict[str, Any]]], found: SelectedRows, kind: RowKind, as_ids: bool
 ) -> Iterator[dict[str, Any]]:
     """The rows of the file: messages where the prompt was messages, else texts, or ids."""

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 
-from ..errors import InputError, nearest
-from ..recipe.cli import Parser, tell
+from ..errors import InputError, name_hint
+from ..recipe.cli import Parser, print_output
 from ..recipe.yaml_tree import read_tree
 
 FOLDERS = {"recipes": "recipes", "accelerate_configs": "accelerate configs, for accelerate launch --config_file"}
@@ -42,11 +42,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not any(shipped.values()):
         raise InputError(f"this installation has no recipes: there is no {_SHARE} in {sysconfig.get_path('data')}")
     if given.show:
-        tell(_file(given.show, shipped).read_text(encoding="utf-8").rstrip())
+        print_output(_file(given.show, shipped).read_text(encoding="utf-8").rstrip())
     elif given.names:
-        copy([_file(name, shipped) for name in dict.fromkeys(given.names)], given.to or Path())
+        copy_files([_file(name, shipped) for name in dict.fromkeys(given.names)], given.to or Path())
     else:
-        tell("\n\n".join(described(shipped[folder], title) for folder, title in FOLDERS.items()))
+        print_output("\n\n".join(describe_files(shipped[folder], title) for folder, title in FOLDERS.items()))
     return 0
 
 
@@ -77,12 +77,12 @@ def _file(name: str, shipped: dict[str, dict[str, Path]]) -> Path:
     known = {stem: file for files in shipped.values() for stem, file in files.items()}
     stem = name.removesuffix(".yaml")
     if stem not in known:
-        found = nearest(stem, known, listed=False) or "; hf-posttrain recipes lists them"
+        found = name_hint(stem, known, list_valid=False) or "; hf-posttrain recipes lists them"
         raise InputError(f"command line: no recipe {name!r} comes with the package{found}")
     return known[stem]
 
 
-def described(files: dict[str, Path], title: str) -> str:
+def describe_files(files: dict[str, Path], title: str) -> str:
     """A line for each file below `title`: name, method and model where it is a recipe, and its first comment."""
     rows = []
     for name, file in files.items():
@@ -95,7 +95,7 @@ def described(files: dict[str, Path], title: str) -> str:
     return "\n".join([f"{title}:", *(f"  {line}" for line in lines)])
 
 
-def copy(files: Sequence[Path], folder: Path) -> None:
+def copy_files(files: Sequence[Path], folder: Path) -> None:
     """Copy the files into the folder, or none where one is there already: that raises InputError."""
     targets = {file: folder / file.name for file in files}
     if there := next(filter(os.path.lexists, targets.values()), None):
@@ -104,6 +104,6 @@ def copy(files: Sequence[Path], folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         for file, path in targets.items():
             shutil.copyfile(file, path)
-            tell(str(path))
+            print_output(str(path))
     except OSError as error:
         raise InputError(f"{error.filename2 or error.filename} cannot be written ({error.strerror})") from error

@@ -28,11 +28,11 @@ def results_folder(given: argparse.Namespace) -> Path | None:
         folder.mkdir(parents=True, exist_ok=True)
     if not (folder.is_dir() and os.access(folder, os.W_OK)):
         raise InputError(f"{folder} cannot be written, where the numbers would be kept: give another --output")
-    read_kept(folder)  # what is broken there is known before hours pass
+    read_results(folder)  # what is broken there is known before hours pass
     return folder
 
 
-def read_kept(folder: Path) -> tuple[list[dict[str, Any]], dict[str, float]]:
+def read_results(folder: Path) -> tuple[list[dict[str, Any]], dict[str, float]]:
     """The evaluations and the results that a folder has. Raises InputError for files that hold something else."""
     found: list[Any] = []
     for name, empty in {EVALUATIONS: list[Any](), RESULTS: dict[str, Any]()}.items():
@@ -47,11 +47,11 @@ def read_kept(folder: Path) -> tuple[list[dict[str, Any]], dict[str, float]]:
     return found[0], found[1]
 
 
-def keep(folder: Path, found: list[dict[str, Any]]) -> None:
+def store_result(folder: Path, found: list[dict[str, Any]]) -> None:
     """Write evaluations into both files of a folder, in the place of earlier ones; each file whole, or not at all."""
     from ..trainer.output_dir import write_json
 
-    kept, results = read_kept(folder)
+    kept, results = read_results(folder)
     last = {_stem(entry): _identity(entry) for entry in kept}  # the later ones are those of RESULTS
     for entry in found:
         stem = _stem(entry)

@@ -25,7 +25,7 @@ class ResumableFile:
 
         self.out = out
         self.part = out.with_name(f"{out.name}.part")
-        refuse_existing(out)
+        check_new_file(out)
         try:
             self.file = self.part.open("a", encoding="utf-8")
             hold(self.file)
@@ -112,7 +112,7 @@ def _differing(first: bytes, key: dict[str, Any]) -> str:
         return "other lines"
 
 
-def refuse_existing(out: Path) -> None:
+def check_new_file(out: Path) -> None:
     """Raises InputError where a file is there that would be written over, and where there is no folder for it."""
     if out.exists():
         raise InputError(f"--out: {out} is there already: name another file, or delete it")
@@ -122,7 +122,7 @@ def refuse_existing(out: Path) -> None:
 
 def write_rows(out: Path, rows: Iterable[dict[str, Any]]) -> None:
     """A file of JSON lines, whole or not at all. Raises InputError where it is there already or cannot be written."""
-    refuse_existing(out)
+    check_new_file(out)
     new = out.with_name(f"{out.name}.new")
     try:
         with new.open("w", encoding="utf-8") as file:

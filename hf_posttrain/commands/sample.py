@@ -18,18 +18,18 @@ from typing import TYPE_CHECKING, Any
 
 from ..capabilities import Feature, conflict
 from ..errors import InputError, error_context
-from ..models.config import ModelSection, section_of
+from ..models.config import ModelSection, section_from_name
 from ..recipe import build as parts
-from ..recipe.cli import Parser, find_recipe, number, tell
+from ..recipe.cli import Parser, find_recipe, number_type, print_output
 from ..recipe.read import load_recipe
 from ..recipe.sections import Recipe, Source
-from .resumable_jsonl import ResumableFile, refuse_existing
+from .resumable_jsonl import ResumableFile, check_new_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
-PIECE = 64
+CHUNK_SIZE = 64
 """Prompts that are answered at once: the random numbers of a piece depend on the seed and its place alone."""
 _EXAMPLES = """examples:
   hf-posttrain sample outputs/mine --prompts problems.jsonl --n 8 --out answers.jsonl
@@ -54,20 +54,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("words", metavar="RECIPE.yaml or MODEL, section.key=value", nargs="*")
     parser.add_argument("--out", metavar="FILE", type=Path, required=True, help="where the lines go: a new file")
     parser.add_argument("--prompts", metavar="FILE", help="what is answered, in any format with prompts (the recipe's)")
-    parser.add_argument("--n", type=number(1), help="answers to each prompt (the recipe's, or 1; 1 if greedy)")
-    parser.add_argument("--temperature", type=number(0, float), help="of sampling; 0: greedy (the recipe's, or 1)")
-    parser.add_argument("--max_completion_length", type=number(1), help="longest answer (the recipe's, or 256)")
+    parser.add_argument("--n", type=number_type(1), help="answers to each prompt (the recipe's, or 1; 1 if greedy)")
+    parser.add_argument("--temperature", type=number_type(0, float), help="of sampling; 0: greedy (the recipe's, or 1)")
+    parser.add_argument("--max_completion_length", type=number_type(1), help="longest answer (the recipe's, or 256)")
     parser.add_argument("--split", choices=["train", "eval"], default="train", help="of the recipe's data (train)")
-    parser.add_argument("--limit", type=number(1), help="answer the first so many prompts")
-    parser.add_argument("--seed", type=number(0), help="of what is drawn (the recipe's, or 42)")
-    parser.add_argument("--batch_size", type=number(1), help=f"answers at once (those to {PIECE} prompts)")
+    parser.add_argument("--limit", type=number_type(1), help="answer the first so many prompts")
+    parser.add_argument("--seed", type=number_type(0), help="of what is drawn (the recipe's, or 42)")
+    parser.add_argument("--batch_size", type=number_type(1), help=f"answers at once (those to {CHUNK_SIZE} prompts)")
     parser.add_argument("--url", help="a vLLM server that samples, with the same model as RECIPE or MODEL")
     parser.add_argument("--adapter", metavar="FOLDER", help="with MODEL: a PEFT adapter on top of it")
     parser.add_argument("--images", action="store_true", help="with MODEL: it sees, and rows have pictures")
     parser.add_argument("--apply_chat_template", action="store_true", help="with MODEL: texts become turns of a user")
     parser.add_shared("columns", "chat_template", "chat_template_kwargs")
     given = parser.parse_intermixed_args(argv)
-    refuse_existing(given.out)
+    check_new_file(given.out)
     if given.split == "eval" and given.prompts:
         parser.error("--split is of a recipe's own data, in place of which --prompts was given: drop either")
     if given.columns and not given.prompts:
@@ -83,14 +83,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error(f"{overrides[0]} is an option of a recipe, and {path} is no .yaml file")
         if given.prompts is None:
             parser.error(f"{path} is a model: --prompts names the file with what it shall answer")
-        source = section_of(path, given.adapter)
+        source = section_from_name(path, given.adapter)
         source.images |= given.images
         source.chat_template = given.chat_template
     count = stopped = 0
-    for row in sample(source, given):
+    for row in sample_rows(source, given):
         count = count + 1
         stopped = stopped + row["stopped"]
-    tell(f"{count} answers, of which {stopped / count:.0%} ended by themselves, are in {given.out}")
+    print_output(f"{count} answers, of which {stopped / count:.0%} ended by themselves, are in {given.out}")
     return 0
 
 
@@ -99,7 +99,7 @@ def is_recipe(name: str) -> bool:
     return Path(name).suffix in (".yaml", ".yml") or Path(name).is_file()
 
 
-def sample(source: Recipe | ModelSection, given: Any) -> Iterator[dict[str, Any]]:
+def sample_rows(source: Recipe | ModelSection, given: Any) -> Iterator[dict[str, Any]]:
     """Write the file, then give its rows. given: the options of the command. Raises InputError where the data have no
     prompts.
     """
@@ -123,8 +123,8 @@ def sample(source: Recipe | ModelSection, given: Any) -> Iterator[dict[str, Any]
     read = _hash([[row.get(name) for name in told] for row in rows])
     key = asked.key() | {"prompts": read, "url": given.url, "batch_size": given.batch_size}
     with ResumableFile(given.out, key) as file:
-        for first in file.left(range(0, len(rows), PIECE), "sample"):
-            some = rows[first : first + PIECE]
+        for first in file.left(range(0, len(rows), CHUNK_SIZE), "sample"):
+            some = rows[first : first + CHUNK_SIZE]
             prompts = [Prompt.of(row) for row in some for _ in range(asked.count)]
             found = answer(prompts, first)
             repeated = [row for row in some for _ in range(asked.count)]
@@ -188,18 +188,18 @@ def _of_recipe(recipe: Recipe, given: Any) -> SamplingJob:
 
     from ..data.row_schema import SUPERVISED
     from ..recipe.datasets import prepare_data
-    from .inference import read_prompts, reading_options
+    from .inference import data_options, read_prompts
 
     if config.world_size > 1:
         raise InputError("sample answers in one process, and was started in several: drop the launcher")
-    if not given.prompts and given.split not in dict(recipe.data.given()):
+    if not given.prompts and given.split not in dict(recipe.data.splits()):
         raise InputError(f"--split eval: {recipe.where('data')}: the recipe has no data.eval")
     config.keep_asked = True
     tokenizer, _ = parts.check_models(recipe)
-    sources = _prompts(given) if given.prompts else dict(recipe.data.given())[given.split]
+    sources = _prompts(given) if given.prompts else dict(recipe.data.splits())[given.split]
     if given.prompts or trainer_class.reads.rows == SUPERVISED:  # which are answered at their end, packed or not
         with nullcontext() if given.prompts else error_context(recipe.where(f"data.{given.split}.path")):
-            rows = read_prompts(sources, tokenizer, reading_options(**vars(config)))
+            rows = read_prompts(sources, tokenizer, data_options(**vars(config)))
     else:
         rows = prepare_data(recipe, trainer_class, tokenizer, config)[0][given.split]
     if not isinstance(rows, datasets.Dataset):
@@ -222,11 +222,11 @@ def _prompts(given: Any) -> Source:
 def _of_model(section: ModelSection, given: Any) -> SamplingJob:
     """A model by name, and the prompts of a file."""
     from ..models.load import load_tokenizer
-    from .inference import read_prompts, reading_options
+    from .inference import data_options, read_prompts
 
     tokenizer = load_tokenizer(section)
     switches = given.chat_template_kwargs
-    options = reading_options(apply_chat_template=given.apply_chat_template, chat_template_kwargs=switches)
+    options = data_options(apply_chat_template=given.apply_chat_template, chat_template_kwargs=switches)
     rows = read_prompts(_prompts(given), tokenizer, options)
     asked = SamplingJob(section, tokenizer, rows, given.prompts, switches)
     asked.set(given, argparse.Namespace(), 42)
@@ -266,8 +266,8 @@ def _by_server(asked: SamplingJob, url: str) -> Any:
     """The same by a vLLM server, with a request for each prompt."""
     from ..generation import rollout
     from ..generation.completions_client import PLAIN, Server, as_server_error, at_once
-    from ..models.load import generation_config_of
-    from ..models.policy import terminal_ids_of
+    from ..models.load import load_generation_config
+    from ..models.policy import terminal_ids_from_config
 
     if asked.section.images:
         raise InputError(conflict(Feature.SAMPLE_URL, Feature.IMAGES))
@@ -280,7 +280,7 @@ def _by_server(asked: SamplingJob, url: str) -> Any:
         how = "start it with --logprobs-mode processed_logprobs and VLLM_SERVER_DEV_MODE=1, or sample at temperature 1"
         raise InputError(f"--url: logps of {url} are of another temperature, maybe ({mode}): {how}")
     asked.weights = served
-    asked.ends = terminal_ids_of(generation_config_of(asked.section), asked.tokenizer, asked.switches)
+    asked.ends = terminal_ids_from_config(load_generation_config(asked.section), asked.tokenizer, asked.switches)
     shared = {
         "model": served,
         "n": asked.count,

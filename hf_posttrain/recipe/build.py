@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 from .. import is_of_used_kernel
 from ..errors import InputError, error_context
 from ..methods import METHODS, config_class, trainer_class
-from ..rounds.judges.config import MODELS
+from ..rounds.judges.config import MODEL_JUDGES
 from . import rules
-from .read import refuse, train_config
+from .read import raise_first_problem, train_config
 from .sections import Recipe
 
 if TYPE_CHECKING:
@@ -32,9 +32,9 @@ logger = logging.getLogger(__name__)
 
 def check_inputs(recipe: Recipe, training: bool = False) -> None:
     """The files that are read and, for a training, what it writes, before torch. Raises InputError at once."""
-    refuse(recipe, rules.of_inputs(recipe))
+    raise_first_problem(recipe, rules.input_problems(recipe))
     if training:
-        refuse(recipe, rules.of_training(recipe))
+        raise_first_problem(recipe, rules.run_problems(recipe))
     if any(section.quantization != "none" for _, section in recipe.models()):
         logging.getLogger("bitsandbytes.backends.cpu.ops").removeFilter(is_of_used_kernel)
 
@@ -45,7 +45,7 @@ def configure(recipe: Recipe, training: bool = False) -> tuple[Any, Any]:
     """
     check_inputs(recipe, training)
     method = METHODS[recipe.method]
-    imported(method.module)
+    import_quietly(method.module)
     from ..engines.launch import quantisation_problem
     from ..trainer.checkpoint import lacking
 
@@ -65,7 +65,7 @@ def _with_rounds(recipe: Recipe, config: "PostTrainConfig") -> tuple[Any, Any]:
     """`configure` of a recipe with rounds."""
     from ..generation.graders import find_grader
     from ..rollouts.vllm import check_installed
-    from ..rounds.iterative_trainer import in_rounds, with_section
+    from ..rounds.iterative_trainer import config_for_rounds, in_rounds
 
     rounds: Any = recipe.rounds
     with error_context(recipe.where("rounds.sampler")):
@@ -73,10 +73,10 @@ def _with_rounds(recipe: Recipe, config: "PostTrainConfig") -> tuple[Any, Any]:
     if rounds.judge.by == "function":
         with error_context(recipe.where("rounds.judge.name")):
             find_grader(rounds.judge.name)
-    return in_rounds(trainer_class(METHODS[recipe.method]), rounds), with_section(config, rounds)
+    return in_rounds(trainer_class(METHODS[recipe.method]), rounds), config_for_rounds(config, rounds)
 
 
-def of_any_machine(recipe: Recipe) -> Recipe:
+def without_hardware_options(recipe: Recipe) -> Recipe:
     """The recipe without those keys of its train section that want a launcher or a GPU and do not change the data; what
     is as large as fp16 and runs on CPU is bf16.
     """
@@ -104,7 +104,7 @@ def of_any_machine(recipe: Recipe) -> Recipe:
     return replace(recipe, rounds=rounds, train=train | {"use_cpu": True})
 
 
-def imported(module: str) -> Any:
+def import_quietly(module: str) -> Any:
     """The module, with torch and transformers, imported without garbage collections: they find nothing in 1 s of 5."""
     gc.disable()
     try:
@@ -121,7 +121,7 @@ def check_models(recipe: Recipe, config: Any = None) -> tuple[Any, Any]:
     """
     import torch
 
-    from ..data.chat import check_switches
+    from ..data.chat import check_template_options
     from ..models import adapters
     from ..models import load as models
 
@@ -130,12 +130,12 @@ def check_models(recipe: Recipe, config: Any = None) -> tuple[Any, Any]:
         tokenizer = models.load_tokenizer(recipe.model)
         models.check_tokenizer_fits(tokenizer, models.check_model(recipe.model), recipe.model.name_or_path)
     with error_context(recipe.where("train.chat_template_kwargs")):
-        check_switches(tokenizer, recipe.train.get("chat_template_kwargs") or {})
-    for name, taught in recipe.taught_by():
+        check_template_options(tokenizer, recipe.train.get("chat_template_kwargs") or {})
+    for name, taught in recipe.teacher_sections():
         if not (taught.own_tokenizer or taught.self):
             with error_context(recipe.where(f"{name}.name_or_path")):
                 models.check_same_vocabulary(tokenizer, models.load_tokenizer(taught))
-    if recipe.rounds and recipe.rounds.judge.by in MODELS:
+    if recipe.rounds and recipe.rounds.judge.by in MODEL_JUDGES:
         from ..rounds.judges.models import check_judge
 
         with error_context(recipe.where("rounds.judge.name")):
@@ -173,12 +173,12 @@ def server_problems(
 
     asked: list[tuple[str, Callable[[], Any]]] = [
         (f"{name}.url", partial(served.check_server, taught, f"{name}.url", config))
-        for name, taught in recipe.taught_by()
+        for name, taught in recipe.teacher_sections()
         if taught.url
     ]
     for section, options in (("train", config), ("rounds", recipe.rounds)):
         if isinstance(getattr(options, "sampler", None), VLLMOptions):
-            check = partial(vllm_server.check, options, peft_config, config.max_length)
+            check = partial(vllm_server.check_server, options, peft_config, config.max_length)
             asked.append((f"{section}.sampler", check))
     if recipe.rounds and recipe.rounds.judge.by == "url":
         asked.append(("rounds.judge.name", ServerJudge(recipe.rounds.judge).check))
@@ -223,11 +223,11 @@ def load_models(recipe: Recipe, config: "PostTrainConfig") -> dict[str, Any]:
             policy = section is recipe.model
             loaded[name] = models.load_model(section, device=config.device, storage=storage, trainable=policy)
     # servers, and the student's own past, are their sections
-    taught = {name: loaded.get(name, section) for name, section in recipe.taught_by()}
+    taught = {name: loaded.get(name, section) for name, section in recipe.teacher_sections()}
     if not taught:
         return {"model": loaded["model"]}
     several = {name.partition(".")[2]: teacher for name, teacher in taught.items()}
-    offload = {name.partition(".")[2]: section.offload for name, section in recipe.taught_by()}
+    offload = {name.partition(".")[2]: section.offload for name, section in recipe.teacher_sections()}
     if not recipe.teachers:
         return {"model": loaded["model"], "teacher_model": several[""], "teacher_offload": offload[""]}
     return {"model": loaded["model"], "teacher_model": several, "teacher_offload": offload}

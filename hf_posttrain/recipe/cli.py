@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from .. import __version__
-from ..errors import InputError, nearest_path
+from ..errors import InputError, path_hint
 from ..methods import METHODS
 from .yaml_tree import OVERRIDE
 
@@ -72,7 +72,7 @@ def _type(read: Callable[[str], Any]) -> Callable[[str], Any]:
     return reading
 
 
-def number(least: float, kind: type = int) -> Callable[[str], Any]:
+def number_type(least: float, kind: type = int) -> Callable[[str], Any]:
     """A type of argparse's: a number of this kind from `least` on."""
 
     @_type
@@ -141,7 +141,7 @@ class Parser(argparse.ArgumentParser):
             self.add_argument(f"--{name}", **_SHARED[name])
 
 
-def tell(text: str) -> None:
+def print_output(text: str) -> None:
     """Print what a command found; whoever reads it may stop before its end, as `| head` does."""
     try:
         print(text, flush=True)
@@ -188,7 +188,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     file = arguments.config_file
     memory = arguments.device_memory
     if file and not os.path.isfile(file):
-        parser.error(f"--config_file: there is no file {file}{nearest_path(file)}")
+        parser.error(f"--config_file: there is no file {file}{path_hint(file)}")
     if memory is not None and not 0 < memory < float("inf"):
         parser.error(f"--device_memory must be a number of GiB above 0, not {memory}")
     if arguments.check and arguments.preprocess_only:

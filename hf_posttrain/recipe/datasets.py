@@ -11,7 +11,7 @@ from typing import Any
 import datasets
 from transformers import PreTrainedTokenizerBase
 
-from ..data.audit import DataAudit, audits
+from ..data.audit import DataAudit, audit_datasets
 from ..data.dataset_type import AnyDataset
 from ..data.lengths import check_fills_step, tokens_of
 from ..data.prepare import columns_read
@@ -34,7 +34,7 @@ def prepare_data(
     raw = {}
     # one process of each machine tokenises, and the others find its cache
     with launch.main_process_first(config):
-        for name, sources in recipe.data.given():
+        for name, sources in recipe.data.splits():
             with error_context(recipe.where(f"data.{name}.path")), _naming_line(sources):
                 raw[name] = load(sources, name, partial(columns_read, method=recipe.reads, config=config))
                 rows[name] = trainer_class.prepare(raw[name], tokenizer, config, _with_file(name, sources))
@@ -49,16 +49,16 @@ def audit_data(
     recipe: Recipe, raw: dict[str, Any], tokenizer: PreTrainedTokenizerBase, config: PostTrainConfig
 ) -> dict[str, DataAudit]:
     """{"train": what was made of its rows, "eval": ...}, from the cache that `prepare_data` has filled."""
-    names = {key.removeprefix("data."): name for key, name in names_of(recipe).items()}
-    return audits(raw, recipe.reads, tokenizer, config, names)
+    names = {key.removeprefix("data."): name for key, name in dataset_names(recipe).items()}
+    return audit_datasets(raw, recipe.reads, tokenizer, config, names)
 
 
-def names_of(recipe: Recipe) -> dict[str, str]:
+def dataset_names(recipe: Recipe) -> dict[str, str]:
     """Return the name of each data set in messages about its rows, by its key in the recipe."""
-    return {f"data.{name}": _with_file(name, sources) for name, sources in recipe.data.given()}
+    return {f"data.{name}": _with_file(name, sources) for name, sources in recipe.data.splits()}
 
 
-def summary(rows: AnyDataset) -> str:
+def summarize_rows(rows: AnyDataset) -> str:
     """Rows, tokens and the folder of the cache that has them."""
     if not isinstance(rows, datasets.Dataset):
         return "a stream, which is tokenised as it is read: nothing to cache"

@@ -18,7 +18,7 @@ from packaging.version import Version
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 
-from ..errors import InputError, nearest, shown
+from ..errors import InputError, name_hint, short_repr
 from ..methods import METHODS, config_class
 from ..trainer.option_group import OptionKind
 
@@ -97,12 +97,12 @@ def lora_fields(imported: bool = False) -> dict[str, Field]:
     return fields_of(LoraConfig) | friendly
 
 
-def owners(name: str) -> list[str]:
+def methods_with_option(name: str) -> list[str]:
     """The methods of fields.json that have a field `name` of their own, or with another default than others."""
     return [method for method in METHODS if name in _stored().get(f"train.{method}", {})]
 
 
-def outdated() -> bool:
+def is_outdated() -> bool:
     """Is an installed package newer than fields.json, so that it may have fields that are not there?"""
     return any(Version(version(name)) > Version(known) for name, known in _stored()["versions"].items())
 
@@ -121,12 +121,14 @@ def _read(stored: Mapping[str, Any]) -> dict[str, Field]:
     return fields
 
 
-def join(key: str, name: object) -> str:
+def join_key(key: str, name: object) -> str:
     """`key.name`, or `name` at the top."""
     return f"{key}.{name}" if key else str(name)
 
 
-def build(fields: Fields, values: Any, key: str, where: Where, advice: Advice = lambda key: None) -> dict[str, Any]:
+def build_kwargs(
+    fields: Fields, values: Any, key: str, where: Where, advice: Advice = lambda key: None
+) -> dict[str, Any]:
     """The keyword arguments that `values` gives for `fields`, checked and of their types.
 
     `advice(key)` says what to write instead of a dotted key that does not exist. Raises InputError with place and key
@@ -138,47 +140,49 @@ def build(fields: Fields, values: Any, key: str, where: Where, advice: Advice = 
     # unknown names first: a wrong type often follows from one
     for name in values:
         if name not in fields:
-            full = join(key, name)
-            problem = f"unknown {'key' if key else 'section'} {full}{nearest(str(name), fields)}"
+            full = join_key(key, name)
+            problem = f"unknown {'key' if key else 'section'} {full}{name_hint(str(name), fields)}"
             if instead := advice(full):
                 problem = f"{full} does not exist: {instead}"
             raise InputError(f"{where(full)}: {problem}")
-    built = {name: _typed(value, fields[name].kind, join(key, name), where, advice) for name, value in values.items()}
+    built = {
+        name: _typed(value, fields[name].kind, join_key(key, name), where, advice) for name, value in values.items()
+    }
     for name, field in fields.items():
         if name not in values and field.default is dataclasses.MISSING:
-            raise InputError(f"{where(key)}: {join(key, name)} is missing")
+            raise InputError(f"{where(key)}: {join_key(key, name)} is missing")
     return built
 
 
 def _typed(value: object, annotation: object, key: str, where: Where, advice: Advice) -> Any:
     """`value` as the annotation wants it: numbers from texts too, a dataclass from a mapping. Raises InputError."""
-    kinds = members(annotation)
+    kinds = union_members(annotation)
     # sections, and lists of them, have keys of their own
     for kind in kinds:
         if dataclasses.is_dataclass(kind) and isinstance(kind, type) and isinstance(value, dict):
             if issubclass(kind, OptionKind):
                 return value  # checked by its group
-            return kind(**build(fields_of(kind), value, key, where, advice))
+            return kind(**build_kwargs(fields_of(kind), value, key, where, advice))
         if typing.get_origin(kind) is list and isinstance(value, list):
             (item,) = typing.get_args(kind)
             if dataclasses.is_dataclass(item):
-                return [_typed(each, item, join(key, i), where, advice) for i, each in enumerate(value)]
+                return [_typed(each, item, join_key(key, i), where, advice) for i, each in enumerate(value)]
         if typing.get_origin(kind) is dict and isinstance(value, dict):
             item = typing.get_args(kind)[1]
             if dataclasses.is_dataclass(item):
                 if odd := [name for name in value if not isinstance(name, str) or not name.strip()]:
                     raise InputError(f"{where(key)}: {key}: {odd[0]!r} is no name: write a text")
-                return {name: _typed(each, item, join(key, name), where, advice) for name, each in value.items()}
+                return {name: _typed(each, item, join_key(key, name), where, advice) for name, each in value.items()}
     try:
         coerced = _coerced(value, kinds)
         if isinstance(coerced, int) and coerced.bit_length() > 63:
-            raise InputError(f"{where(key)}: {key} must be below 2**63, not {shown(coerced)}")
+            raise InputError(f"{where(key)}: {key} must be below 2**63, not {short_repr(coerced)}")
         return coerced
     except ValidationError:
         hint = ""
         section = next(filter(dataclasses.is_dataclass, kinds), None)
         if isinstance(value, str):
-            hint = nearest(value, [str(option) for kind in kinds for option in choices(kind)], listed=False)
+            hint = name_hint(value, [str(option) for kind in kinds for option in choices(kind)], list_valid=False)
             # a text where a section is wanted is meant for the section's first key
             if section and not hint:
                 hint = f"; write {{{dataclasses.fields(section)[0].name}: {value}}}"
@@ -206,7 +210,7 @@ def _coerced(value: object, kinds: tuple[Any, ...]) -> Any:
     return adapter.validate_python([value])[0]
 
 
-def members(annotation: object) -> tuple[Any, ...]:
+def union_members(annotation: object) -> tuple[Any, ...]:
     """The members of a union. `SomeEnum | str`, as in TrainingArguments, means the values of the enum alone."""
     union = typing.get_origin(annotation) in (Union, types.UnionType)
     kinds = typing.get_args(annotation) if union else (annotation,)
@@ -230,13 +234,13 @@ def _expected(kinds: tuple[Any, ...]) -> str:
         arguments = typing.get_args(kind)
         word = "a mapping" if dataclasses.is_dataclass(origin) else _WORDS.get(origin, getattr(origin, "__name__", ""))
         if origin is list and arguments:
-            word += f", each item {_expected(members(arguments[0]))}"
+            word += f", each item {_expected(union_members(arguments[0]))}"
         elif origin is dict and arguments and arguments[1] is not Any:
-            word += f", each value {_expected(members(arguments[1]))}"
+            word += f", each value {_expected(union_members(arguments[1]))}"
         words += [] if choices(kind) else [word or str(origin)]
     return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
 def _in_yaml(value: object) -> str:
     """A value as a message shows it, as YAML has it where that differs from Python."""
-    return {"None": "null", "True": "true", "False": "false"}.get(shown(value), shown(value))
+    return {"None": "null", "True": "true", "False": "false"}.get(short_repr(value), short_repr(value))

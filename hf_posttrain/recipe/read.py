@@ -15,14 +15,14 @@ from ..errors import InputError, LaunchError
 from ..methods import METHODS
 from ..models.config import ModelSection
 from ..rollouts.options import SAMPLERS
-from ..rounds.config import RoundsSection, expand
-from ..rounds.judges.config import MODELS
+from ..rounds.config import RoundsSection, expand_rounds
+from ..rounds.judges.config import MODEL_JUDGES
 from ..teachers.options import COMPARISON_OPTIONS, TEACHER
 from ..trainer.limits import Problem
 from ..trainer.renamed_options import RENAMED, warn_of_old_names, with_new_names
 from ..trainer.rules import instead_of, without_defaults
 from . import rules
-from .fields import Fields, build, fields_of, lora_fields, is_outdated, methods_with_option, train_fields
+from .fields import Fields, build_kwargs, fields_of, is_outdated, lora_fields, methods_with_option, train_fields
 from .sections import DataSection, Recipe, Source
 from .yaml_tree import place_of, read_tree
 
@@ -58,7 +58,9 @@ def load_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
     fields = partial(train_fields, recipe.method)
     # null of another method's option takes it back, where a recipe is run with that method's name replaced
     recipe.train = {
-        name: value for name, value in recipe.train.items() if value is not None or name in fields() or not methods_with_option(name)
+        name: value
+        for name, value in recipe.train.items()
+        if value is not None or name in fields() or not methods_with_option(name)
     }
     recipe.train = without_defaults(recipe.train, fields(), METHODS[recipe.method].config_name)
     given = _checked(recipe, fields, recipe.train, "train", partial(_advise, recipe.method))
@@ -78,9 +80,9 @@ def read_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
         known = fields_of(Recipe)  # of which an empty section is no section
         tree = {name: value for name, value in tree.items() if value is not None or name not in known}
         if "rounds" in tree:
-            tree["rounds"] = expand(tree["rounds"])
+            tree["rounds"] = expand_rounds(tree["rounds"])
     method = tree.get("method") if isinstance(tree, dict) else None
-    given = build(fields_of(Recipe), tree, "", partial(place_of, places), partial(_advise, method))
+    given = build_kwargs(fields_of(Recipe), tree, "", partial(place_of, places), partial(_advise, method))
     recipe = Recipe(**given, path=path, places=places)
 
     def expanded(name: str, key: str) -> str:
@@ -103,13 +105,13 @@ def read_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
         if isinstance(value := recipe.train.get(name), str):
             recipe.train[name] = expanded(value, f"train.{name}")
     section: ModelSection
-    for key, section in (("model", recipe.model), *recipe.taught_by()):
+    for key, section in (("model", recipe.model), *recipe.teacher_sections()):
         for name in ("name_or_path", "adapter", "chat_template"):
             setattr(section, name, found(getattr(section, name), f"{key}.{name}"))
         # `lora` is a plain mapping of peft's names and our friendly ones
         if section.lora is not None:
             section.lora = _checked(recipe, lora_fields, section.lora, f"{key}.lora", _advise_lora)
-    if recipe.rounds and recipe.rounds.judge.by in MODELS:
+    if recipe.rounds and recipe.rounds.judge.by in MODEL_JUDGES:
         recipe.rounds.judge.name = found(recipe.rounds.judge.name, "rounds.judge.name")
     for key, source in recipe.sources():
         source.path = found(source.path, f"{key}.path")
@@ -173,7 +175,7 @@ def train_config(recipe: Recipe, config_class: Any) -> Any:
     """The method's Config from `recipe.train`, its values converted to the fields' types (`"5e-7"` is a float). Raises
     InputError for an unknown name, a wrong type, a contradiction that the class finds, or a package that is missing.
     """
-    values = build(fields_of(config_class), recipe.train, "train", recipe.where, partial(_advise, recipe.method))
+    values = build_kwargs(fields_of(config_class), recipe.train, "train", recipe.where, partial(_advise, recipe.method))
     values = add_teacher_options(recipe, values)
     try:
         # its rules are run once, by `load_recipe`, unless the section has changed since
@@ -193,7 +195,7 @@ def train_config(recipe: Recipe, config_class: Any) -> Any:
 
 def add_teacher_options(recipe: Recipe, values: dict[str, Any]) -> dict[str, Any]:
     """Return the values of the train section with those options of `teacher` that the teachers' sections give."""
-    sections = {key.partition(".")[2]: section for key, section in recipe.taught_by()}
+    sections = {key.partition(".")[2]: section for key, section in recipe.teacher_sections()}
     prompts = {name: section.prompt for name, section in sections.items() if section.prompt is not None}
     own = {name: section.name_or_path for name, section in sections.items() if section.own_tokenizer}
     found = {"prompt": prompts, "tokenizer": own, "names": [*(recipe.teachers or ())]}
@@ -221,11 +223,11 @@ def raise_first_problem(recipe: Recipe, problems: Iterable[Problem]) -> None:
 def _checked(recipe: Recipe, fields: Callable[..., Fields], values: Any, key: str, advice: Any) -> dict[str, Any]:
     """`values` checked against fields.json; what that refuses, against the classes themselves if they are newer."""
     try:
-        return build(fields(), values, key, recipe.where, advice)
+        return build_kwargs(fields(), values, key, recipe.where, advice)
     except InputError:
         if not is_outdated():
             raise
-    return build(fields(imported=True), values, key, recipe.where, advice)
+    return build_kwargs(fields(imported=True), values, key, recipe.where, advice)
 
 
 def _advise_lora(key: str) -> str | None:
@@ -240,7 +242,11 @@ def _advise(method: Any, key: str) -> str | None:
     method = next((name for name in METHODS if name == method), None)  # anything may have been given
     section, _, name = re.sub(r"\.\d+\.", ".", key).rpartition(".")
     owner = METHODS[method].config_name if method else ""
-    if section == "train" and (group := RENAMED.get(name, "").partition(".")[0]) and (methods := methods_with_option(group)):
+    if (
+        section == "train"
+        and (group := RENAMED.get(name, "").partition(".")[0])
+        and (methods := methods_with_option(group))
+    ):
         return f"its name is now {RENAMED[name]}, which method {method} does not have, only {' and '.join(methods)}"
     if section == "train" and (instead := instead_of(name, "recipe", owner)):
         return instead

@@ -14,16 +14,16 @@ from huggingface_hub import constants as hub
 from jinja2 import TemplateSyntaxError
 
 from ..capabilities import Feature, conflict, conflicts, option_features
-from ..data.column_inference import misspelt
-from ..data.files import or_unreadable, source_problem, with_home
+from ..data.column_inference import misspelling_problem
+from ..data.files import expand_home, report_unreadable, source_problem
 from ..data.template import parsed
 from ..errors import path_hint
 from ..methods import METHODS
-from ..methods.rules import REFERENCE_FREE_LOSSES, teacher_section_problems, teacher_problems
+from ..methods.rules import REFERENCE_FREE_LOSSES, teacher_problems, teacher_section_problems
 from ..models.config import has_tokenizer, is_local
 from ..monitoring.symptoms import listed
 from ..rounds.config import RoundsSection, rounds_features, rounds_problems
-from ..rounds.judges.config import MODELS
+from ..rounds.judges.config import MODEL_JUDGES
 from ..teachers.options import TEACHER
 from ..trainer.limits import BELOW_ONE, COUNT, Limit, Problem
 from ..trainer.option_group import with_groups
@@ -70,9 +70,9 @@ def recipe_problems(recipe: Recipe) -> Iterator[Problem]:
         yield ("teachers", "teacher"), "teacher and teachers exclude each other: one, or several by name"
     if recipe.teachers == {}:
         yield ("teachers",), "teachers is empty: name one at least, {NAME: {name_or_path: ...}}"
-    for key, taught in recipe.taught_by():
+    for key, taught in recipe.teacher_sections():
         yield from teacher_section_problems(key, taught)
-    for key, section in (("model", recipe.model), *recipe.taught_by()):
+    for key, section in (("model", recipe.model), *recipe.teacher_sections()):
         if not section.name_or_path.strip() and not getattr(section, "self", None):
             yield (f"{key}.name_or_path",), f"{key}.name_or_path is empty"
         given = {name for name, value in vars(section).items() if value not in (None, False, "none", "")}
@@ -98,21 +98,23 @@ def recipe_problems(recipe: Recipe) -> Iterator[Problem]:
     if recipe.model.offload:
         problem = "model.offload is for a teacher; for a policy use accelerate_configs/zero3_offload.yaml"
         yield ("model.offload",), problem
-    for name, taught in recipe.taught_by():
+    for name, taught in recipe.teacher_sections():
         for key, why in (
             ("lora", "the teacher is not trained (teacher.adapter loads one)"),
             ("chat_template", "it scores the ids of the student (model.chat_template)"),
         ):
             if getattr(taught, key) is not None:
                 yield (f"{name}.{key}",), f"{name}.{key} makes no sense: {why}"
-    for name, sources in recipe.data.given():
+    for name, sources in recipe.data.splits():
         if sources == []:
             yield (f"data.{name}",), f"data.{name} is an empty list of sources: name one at least"
     for key, source in recipe.sources():
         if not source.path.strip():
             yield (f"{key}.path",), f"{key}.path is empty"
         yield from _below(key, beyond(_SOURCE_LIMITS, source))
-        if wrong := misspelt(name for name in source.columns or () if name != recipe.train.get("dataset_text_field")):
+        if wrong := misspelling_problem(
+            name for name in source.columns or () if name != recipe.train.get("dataset_text_field")
+        ):
             yield (f"{key}.columns",), f"{key}.columns: {wrong}"
 
 
@@ -137,7 +139,7 @@ def train_section_problems(recipe: Recipe, values: Any) -> Iterator[Problem]:
         keys = ("train.merge_lora", "model.quantization") if has_adapter else ("train.merge_lora",)
         yield keys, f"train.{problem}"
     yield from conflicts(recipe_features(recipe, values))
-    for key, section in recipe.taught_by() if recipe.model.images else ():
+    for key, section in recipe.teacher_sections() if recipe.model.images else ():
         if not (section.images or section.url or section.self):
             problem = f"{key}.images must be true, since the student reads images"
             yield (f"{key}.images", "model.images"), problem
@@ -157,7 +159,7 @@ def train_section_problems(recipe: Recipe, values: Any) -> Iterator[Problem]:
         if given.get(name) is not None:
             problem = "a recipe has prompt and own_tokenizer in the section teacher, and names in teachers"
             yield (f"train.teacher.{name}", "train.teacher"), f"train.teacher.{name}: {problem}"
-    for key, section in recipe.taught_by():
+    for key, section in recipe.teacher_sections():
         for names, problem in teacher_problems(values, section):
             yield (key, *(f"train.{name}" for name in names)), f"{key}: {problem}"
     yield from _below("train", problems(values, method))
@@ -171,7 +173,7 @@ def input_problems(recipe: Recipe) -> Iterator[Problem]:
             name = getattr(section, field)
             if name is not None and (problem := problem_of(Path(name)) or _missing(name, recipe)):
                 yield (f"{key}.{field}",), f"{key}.{field}: {problem}"
-    if recipe.rounds and recipe.rounds.judge.by in MODELS:
+    if recipe.rounds and recipe.rounds.judge.by in MODEL_JUDGES:
         name = str(recipe.rounds.judge.name)
         if problem := _model_problem(Path(name)) or _missing(name, recipe):
             yield ("rounds.judge.name",), f"rounds.judge.name: {problem}"
@@ -241,7 +243,7 @@ def recipe_features(recipe: Recipe, values: Any) -> dict[Feature, str]:
         features[Feature.IMAGES] = "model.images"
     if recipe.model.quantization != "none":
         features[Feature.QUANTIZED] = "model.quantization"
-    for key, section in recipe.taught_by():
+    for key, section in recipe.teacher_sections():
         if section.url:
             features[Feature.SERVED] = f"{key}.url"
         if section.self == "ema":
@@ -258,7 +260,7 @@ def _below(section: str, problems: Iterable[Problem]) -> Iterator[Problem]:
         yield tuple(f"{section}.{name}" for name in names), f"{section}.{said}" if said.startswith(names) else said
 
 
-@or_unreadable
+@report_unreadable
 def template_problem(name: str) -> str | None:
     """What is wrong with the file of a chat template: missing, or not the Jinja that transformers renders."""
     path = Path(name)
@@ -273,7 +275,7 @@ def template_problem(name: str) -> str | None:
     return None
 
 
-@or_unreadable
+@report_unreadable
 def _model_problem(folder: Path) -> str | None:
     """Why a path that exists holds no model and tokenizer."""
     if not folder.exists():
@@ -293,7 +295,7 @@ def _model_problem(folder: Path) -> str | None:
     return None
 
 
-@or_unreadable
+@report_unreadable
 def _adapter_problem(folder: Path) -> str | None:
     found = not folder.exists() or (folder / "adapter_config.json").is_file()
     return None if found else f"{folder} has no adapter_config.json, so it is no PEFT adapter"
@@ -319,17 +321,17 @@ def _missing(name: str, recipe: Recipe) -> str | None:
     return f"{name}: no such folder{offline}{hint}"
 
 
-@or_unreadable
+@report_unreadable
 def _unwritable(folder: Path) -> str | None:
     """Why a folder that may not be there yet cannot be written to."""
-    folder = with_home(folder).absolute()
+    folder = expand_home(folder).absolute()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     if not existing.is_dir():
         return f"{existing} is a file, not a folder"
     return None if os.access(existing, os.W_OK | os.X_OK) else f"{existing} may not be written to"
 
 
-@or_unreadable
+@report_unreadable
 def _no_checkpoint(folder: Path) -> str | None:
     """Why this is no checkpoint to resume."""
     if not folder.is_dir():

@@ -23,7 +23,7 @@ import torch
 import yaml
 from transformers import BitsAndBytesConfig, HfArgumentParser
 
-from ..errors import InputError, nearest
+from ..errors import InputError, name_hint
 from ..options import option
 
 logger = logging.getLogger(__name__)
@@ -128,7 +128,7 @@ def _dataset_config(given: object) -> DatasetConfig:
     known = DatasetConfig.__dataclass_fields__
     for name in given:
         if name not in known:
-            raise InputError(f"datasets: {given['path']} cannot have {name!r}{nearest(str(name), known)}")
+            raise InputError(f"datasets: {given['path']} cannot have {name!r}{name_hint(str(name), known)}")
     return DatasetConfig(**given)
 
 
@@ -153,7 +153,7 @@ class TrlParser(HfArgumentParser):
         known = {one.name: one for kind in self.dataclass_types for one in fields(kind) if one.init}
         unknown = [name for name in options if name not in known]
         if unknown and not return_remaining_strings:
-            problem = f"{chosen.config}: {unknown[0]} is not an option of this script{nearest(unknown[0], known)}"
+            problem = f"{chosen.config}: {unknown[0]} is not an option of this script{name_hint(unknown[0], known)}"
             if fail_with_unknown_args:
                 raise InputError(problem)
             logger.warning("%s. It is left out.", problem)

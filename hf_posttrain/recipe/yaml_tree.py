@@ -7,8 +7,8 @@ from typing import Any
 
 import yaml
 
-from ..errors import InputError, nearest_path
-from .fields import join
+from ..errors import InputError, path_hint
+from .fields import join_key
 
 # Kind of scalar -> the texts that are one, and their first letters: those of YAML 1.2, in which 5e-7 is a float and
 # `no` a text; PyYAML has 1.1
@@ -54,7 +54,7 @@ def read_tree(path: Path, overrides: Iterable[str] = ()) -> tuple[Any, dict[str,
     except IsADirectoryError:
         raise InputError(f"{path} is a folder; a recipe is a YAML file") from None
     except (FileNotFoundError, NotADirectoryError):
-        hint = nearest_path(path) if path.parent.is_dir() else f": there is no folder {path.parent}"
+        hint = path_hint(path) if path.parent.is_dir() else f": there is no folder {path.parent}"
         raise InputError(f"no recipe {path}{hint}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path} cannot be read as text: {error}") from None
@@ -124,7 +124,7 @@ def _note_lines(node: yaml.Node, key: str, place: Callable[[int], str], lines: d
     else:  # a list, whose items are numbered, or a scalar
         children = [(n, child, child) for n, child in enumerate(node.value if isinstance(node.value, list) else [])]
     for name, start, child in children:
-        full = join(key, name)
+        full = join_key(key, name)
         line = start.start_mark.line + 1
         if full in lines:
             raise InputError(f"{place(line)}: duplicate key {full} (first in line {lines[full]})")
@@ -153,8 +153,10 @@ def _assign(tree: object, names: Sequence[str], value: object, key: str = "") ->
             say = f"{key}.{{0..{len(tree) - 1}}}" if tree else "its whole value"
             raise InputError(f"command line: {key} is a list of {len(tree)}: set {say}, not {key}.{name}")
         index = int(name)
-        return [*tree[:index], _assign(tree[index], rest, value, join(key, name)), *tree[index + 1 :]]
+        return [*tree[:index], _assign(tree[index], rest, value, join_key(key, name)), *tree[index + 1 :]]
     if not isinstance(tree, dict | None):
-        raise InputError(f"command line: {join(key, name)} cannot be set, {key} is {tree!r}: set {key} to a mapping")
+        raise InputError(
+            f"command line: {join_key(key, name)} cannot be set, {key} is {tree!r}: set {key} to a mapping"
+        )
     tree = tree or {}
-    return {**tree, name: _assign(tree.get(name), rest, value, join(key, name))}
+    return {**tree, name: _assign(tree.get(name), rest, value, join_key(key, name))}

@@ -39,10 +39,10 @@ def write(folder: str | Path) -> None:
     Raises InputError where the folder holds no run, or a file of it cannot be read.
     """
     from . import card, charts, page
-    from .run_folder import read
+    from .run_folder import read_run
 
-    run = read(folder)
-    charts.write_picture(run)
+    run = read_run(folder)
+    charts.write_image(run)
     (run.folder / page.NAME).write_text(page.render("report.html", run=run), encoding="utf-8")
     card.write(run)
     logger.info("report: %s", run.folder / page.NAME)

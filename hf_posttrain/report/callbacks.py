@@ -32,7 +32,7 @@ from ..engines import engine, launch
 from ..errors import InputError
 from ..generation import rollout
 from ..generation.exact_match import answers_key, first_turn
-from ..models.reference import COPY
+from ..models.reference import REFERENCE_ADAPTER
 from ..rollouts.options import PolicySamplerOptions
 from ..scoring import forward as scoring
 from ..scoring.layouts import Prompt
@@ -42,9 +42,9 @@ from ..trainer.run_fingerprint import describe_rows
 from .run_folder import command_line
 
 logger = logging.getLogger(__name__)
-library = logging.getLogger("hf_posttrain")
+package_logger = logging.getLogger("hf_posttrain")
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "tokenizers")
-SHARED = {  # fields of TrainingArguments that a reader wants; all others are kept where they are not the default
+SHARED_ARGUMENTS = {  # fields of TrainingArguments that a reader wants; all others are kept where they are not the default
     "learning_rate",
     "lr_scheduler_type",
     "warmup_steps",
@@ -65,9 +65,9 @@ SHARED = {  # fields of TrainingArguments that a reader wants; all others are ke
 }
 _OF_PEFT = ("peft_version", "task_type", "base_model_name_or_path", "auto_mapping", "revision", "inference_mode")
 _OF_OPTIMIZERS = ("learning_rate", "optim", "adam_", "weight_decay")
-COUNT = 4  # sample answers
-LONGEST = 96  # tokens of an answer, at most
-OPENING = 16  # tokens that a text without a prompt is continued from, at most
+NUM_SAMPLES = 4  # sample answers
+MAX_NEW_TOKENS = 96  # tokens of an answer, at most
+MAX_PROMPT_TOKENS = 16  # tokens that a text without a prompt is continued from, at most
 FAILED = "sample answers are missing"
 
 
@@ -100,8 +100,8 @@ class RunRecord(TrainerCallback):
         if not state.is_world_process_zero:
             return
         # A run that ended in an error has left its handler, and must not hear the warnings of this one.
-        for handler in [one for one in library.handlers if isinstance(one, WarningRecorder)]:
-            library.removeHandler(handler)
+        for handler in [one for one in package_logger.handlers if isinstance(one, WarningRecorder)]:
+            package_logger.removeHandler(handler)
         # A fresh run might never write these, and those of an earlier run must not pass for its own.
         for name in () if state.global_step else ("samples.json", "all_results.json", "evaluations.json"):
             with warn_on_error(f"{name} of an earlier run stays"):
@@ -114,12 +114,12 @@ class RunRecord(TrainerCallback):
                     warnings = [warning for warning in earlier["warnings"] if warning["step"] <= state.global_step]
                     self.record |= {"started": earlier["started"], "warnings": warnings}
             write_json(self.file, self.record)
-            library.addHandler(self.handler)
+            package_logger.addHandler(self.handler)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        library.removeHandler(self.handler)
+        package_logger.removeHandler(self.handler)
 
     def add_warning(self, message: str) -> None:
         """Keep a warning with the step that it came at, once."""
@@ -146,14 +146,14 @@ class WarningRecorder(logging.Handler):
 def describe_run(trainer: Any) -> dict[str, Any]:
     """Method, base model, arguments, weights, machine and versions of a PostTrainer that is about to train; as JSON."""
     args = trainer.args
-    model = scoring.unwrapped(trainer.model)
+    model = scoring.unwrap_model(trainer.model)
     name = scoring.causal_lm(model).config.name_or_path
-    left_out = {field.name for field in fields(TrainingArguments)} - SHARED - non_default_fields(args).keys()
+    left_out = {field.name for field in fields(TrainingArguments)} - SHARED_ARGUMENTS - non_default_fields(args).keys()
     left_out |= {"output_dir", "gradient_checkpointing"}  # the latter is activation_checkpointing
     weights = [
         (_count_values(weight), weight.requires_grad)
         for name, weight in model.named_parameters()
-        if f".{COPY}." not in name
+        if f".{REFERENCE_ADAPTER}." not in name
     ]
     arguments = {field.name: getattr(args, field.name) for field in fields(args) if field.name not in left_out}
     if trainer.own_optimizer and trainer.optimizer is not None:
@@ -181,7 +181,7 @@ def describe_run(trainer: Any) -> dict[str, Any]:
         "base_model_is_local": Path(name).exists(),
         "lora": lora,
         "arguments": arguments,
-        "trainer": None if kind.startswith(f"{library.name}.") else kind,  # a class of the user's
+        "trainer": None if kind.startswith(f"{package_logger.name}.") else kind,  # a class of the user's
         "weights": {"all": sum(n for n, _ in weights), "trained": sum(n for n, trained in weights if trained)},
         "train_rows": trainer.described.get("train_dataset"),
         "eval_rows": describe_rows(trainer, trainer.eval_dataset),
@@ -268,7 +268,7 @@ class SampleCallback(TrainerCallback):
             logger.info("no sample answers before and after training: %s", problem)
             return
         with warn_on_error(FAILED, raised=engine.shards(trainer.accelerator)):
-            asked = pick_questions(trainer.train_dataset if trainer.eval_dataset is None else trainer.eval_dataset)
+            asked = pick_prompts(trainer.train_dataset if trainer.eval_dataset is None else trainer.eval_dataset)
             answers = [None] * len(asked) if resumed else self.generate(asked)
             # Set only now: where this failed, on_train_end does not try again.
             self.asked = asked
@@ -309,7 +309,7 @@ class SampleCallback(TrainerCallback):
         prompts = [prompt for prompt, _ in asked] if trainer.is_world_process_zero() else []
         with rollout.seeded(trainer.accelerator.device, trainer.args.seed):
             try:
-                found = trainer.generate(prompts, LONGEST, batch_size=COUNT)
+                found = trainer.generate(prompts, MAX_NEW_TOKENS, batch_size=NUM_SAMPLES)
             except InputError as error:  # a model that cannot, on one process as on all
                 logger.warning("no sample answers: %s", error)
                 return [None] * len(prompts)
@@ -332,17 +332,17 @@ def find_obstacle(trainer: TrainerInterface) -> str | None:
     return None
 
 
-def pick_questions(rows: AnyDatasets) -> list[tuple[Prompt, list[int]]]:
+def pick_prompts(rows: AnyDatasets) -> list[tuple[Prompt, list[int]]]:
     """(prompt, ids of the right answer, or none) of a few prepared rows, packed or not: evenly spread over a data
     set (of a dict the first), the first of a stream.
     """
     if isinstance(rows, dict):
         rows = next(iter(rows.values()))
     if isinstance(rows, datasets.Dataset):
-        rows = rows.select(sorted({n * len(rows) // COUNT for n in range(COUNT)}) if len(rows) else [])
+        rows = rows.select(sorted({n * len(rows) // NUM_SAMPLES for n in range(NUM_SAMPLES)}) if len(rows) else [])
     elif isinstance(rows, datasets.IterableDataset):
-        rows = rows.take(COUNT)
-    return [_read_question(row) for row in islice(rows, COUNT)]
+        rows = rows.take(NUM_SAMPLES)
+    return [_read_question(row) for row in islice(rows, NUM_SAMPLES)]
 
 
 def _read_question(row: dict[str, Any]) -> tuple[Prompt, list[int]]:
@@ -351,6 +351,6 @@ def _read_question(row: dict[str, Any]) -> tuple[Prompt, list[int]]:
     if answer and isinstance(answer[0], list):  # packed
         return _read_question({name: value[0] for name, value in row.items() if isinstance(value, list)})
     if len(prompt) < 2:  # a text: its beginning is the prompt
-        opening = max(1, min(OPENING, len(answer) // 2))
+        opening = max(1, min(MAX_PROMPT_TOKENS, len(answer) // 2))
         return Prompt.of(row | {"prompt_ids": [*prompt, *answer[:opening]]}), answer[opening:]
     return Prompt.of(row), first_turn(row) if row.get("label", True) else []

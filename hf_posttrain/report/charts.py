@@ -26,7 +26,7 @@ STRETCHES = 40  # points from which a series may get a running mean, and how man
 POINTS = 400
 MARKED = 30  # points of a line, at most; a line of at most so many is drawn with a mark at each
 TABLE_ROWS = 60  # rows that a line adds to the table of numbers, at most
-REPEATED = ("logprob/gap", "distill/advantage", "rounds/round")  # differences of other metrics, and what counts
+NOT_CHARTED = ("logprob/gap", "distill/advantage", "rounds/round")  # differences of other metrics, and what counts
 
 
 class Kind(NamedTuple):
@@ -52,7 +52,7 @@ class Line(NamedTuple):
     dash: str = ""  # class in style.css: "dashed" for evaluation, d0 to d3 to tell runs apart without colours
 
     @property
-    def look(self) -> str:
+    def css_class(self) -> str:
         return f"c{self.colour % 8} {self.dash}".strip()  # its classes in style.css
 
 
@@ -69,7 +69,7 @@ def make_charts(histories: Mapping[str, History]) -> list[Chart]:
     """Charts of one run: training solid, evaluation dashed in the same colour. Of several: one for each metric and
     split, with a line for each run. histories: name of a run -> what it logged.
     """
-    known = {metric for kind in KINDS for metric in kind.metrics} | {*REPEATED}
+    known = {metric for kind in KINDS for metric in kind.metrics} | {*NOT_CHARTED}
     others = [name for name in list_metrics(*histories.values()) if name not in known]
     found: dict[tuple[str, str, str], list[Line]] = {}
     for kind in [*KINDS, *(Kind("Other metrics", name, [name]) for name in others)]:
@@ -181,7 +181,7 @@ def _round(coordinate: str) -> str:
     return f"{round(float(coordinate), 1):g}"
 
 
-def write_picture(run: Run) -> None:
+def write_image(run: Run) -> None:
     """Write curves.png into the run's folder; nothing where nothing was logged."""
     from matplotlib import style
     from matplotlib.figure import Figure
@@ -213,17 +213,21 @@ def _draw(chart: Chart, axes: Any) -> None:
         mean = smooth(line.series)
         colour = f"C{line.colour}"
         if mean:
-            axes.plot(*thin(line.series, POINTS), color=colour, alpha=0.35, lw=0.8, zorder=1, gid=f".faint {line.look}")
+            axes.plot(
+                *thin(line.series, POINTS), color=colour, alpha=0.35, lw=0.8, zorder=1, gid=f".faint {line.css_class}"
+            )
         axes.plot(
             *thin(mean or line.series, POINTS),
             "--" if line.dash else "-",
             color=colour,
             label=line.label,
-            gid=f".line {line.look}",
+            gid=f".line {line.css_class}",
         )
         if len(line.series.steps) <= MARKED:
             face = colour if line.dash == "dashed" else "white"
-            axes.plot(*line.series, "o", color=colour, markerfacecolor=face, clip_on=False, gid=f".mark {line.look}")
+            axes.plot(
+                *line.series, "o", color=colour, markerfacecolor=face, clip_on=False, gid=f".mark {line.css_class}"
+            )
     below: Any = {"xytext": (-22, -9), "textcoords": "offset points", "ha": "right", "va": "top", "color": "#55606e"}
     axes.annotate("step", (0, 0), xycoords="axes fraction", gid=".y", **below)
     # About five round numbers on each axis: from 0 to the last step, and around the values

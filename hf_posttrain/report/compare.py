@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError, printable
-from ..recipe.cli import tell
+from ..recipe.cli import print_output
 from . import page
 from .charts import format_number, make_charts
-from .run_folder import Run, read
+from .run_folder import Run, read_run
 
 # Metrics of which more is better; `loss` is better lower, of runs with the same loss
 OF_ANSWERS = ("exact_match",)  # on the same prompts, whatever the options
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         file.write_text(text, encoding="utf-8")
     except OSError as error:
         raise InputError(f"--output {file} cannot be written ({error.strerror})") from error
-    tell("\n".join([*table, "", str(file)]))
+    print_output("\n".join([*table, "", str(file)]))
     return 0
 
 
@@ -85,7 +85,7 @@ def render_comparison(folders: Sequence[Path], output: Path) -> tuple[str, list[
     if len({folder.resolve() for folder in folders}) < 2:
         raise InputError("compare needs at least two different runs: hf-posttrain compare outputs/a outputs/b")
     # In the page a run is told by its name, in the order of the command.
-    runs = dict(zip(name_runs(folders), map(read, folders), strict=True))
+    runs = dict(zip(name_runs(folders), map(read_run, folders), strict=True))
     reason = explain_incomparable([*runs.values()])
     # Links to the reports that are there, and each prompt with what every run that was asked it answered
     links: dict[str, str] = {}
@@ -152,7 +152,7 @@ def explain_incomparable(runs: list[Run]) -> str:
 
 def _explain_other_scores(runs: list[Run]) -> list[str]:
     """Why not even how answers are ranked or tokens guessed can be set against each other."""
-    referring = [run for run in runs if run.row and run.row.second == "reference"]
+    referring = [run for run in runs if run.method_spec and run.method_spec.second == "reference"]
     found: dict[str, set] = {
         "methods": {run.method for run in runs},
         "trainers": {run.record.get("trainer") for run in runs},  # None: the method's own
@@ -182,8 +182,8 @@ def rank_last_values(runs: list[Run], reason: str) -> list[tuple[str, list[tuple
     """
     answers = {str(run.record["eval_answers"]) for run in runs if run.record.get("eval_answers")}
     marked: tuple[str, ...] = OF_ANSWERS if len(_evaluated(runs)) == 1 and len(answers) < 2 else ()
-    judged = [[run.in_rounds.get(name) for name in SAMPLING] for run in runs]
-    by = (runs[0].in_rounds.get("judge") or {}).get("by")  # of url, shares of wins among a model's own answers
+    judged = [[run.rounds_section.get(name) for name in SAMPLING] for run in runs]
+    by = (runs[0].rounds_section.get("judge") or {}).get("by")  # of url, shares of wins among a model's own answers
     if marked and by != "url" and all(one == judged[0] for one in judged):
         marked += OF_JUDGED
     if not _explain_other_scores(runs) and not _explain_other_tokens(runs):

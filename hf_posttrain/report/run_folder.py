@@ -13,7 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from ..errors import InputError, nearest_path
+from ..errors import InputError, path_hint
 from ..methods import METHODS
 from ..recipe.yaml_tree import read_tree, write_tree
 from ..trainer.method_spec import Method
@@ -88,11 +88,11 @@ class Run:
     results: dict[str, Any]  # all_results.json, which comes last
     audit: dict[str, Any]  # audit.json
     samples: list[dict[str, Any]]  # samples.json
-    in_rounds: dict[str, Any]  # the section of a run in rounds, as the recipe or else run.json has it
+    rounds_section: dict[str, Any]  # the section of a run in rounds, as the recipe or else run.json has it
     rounds: list[dict[str, Any]]  # _rounds/rounds.json: of such a run, what each gave
     evaluations: list[dict[str, Any]]  # evaluations.json: of `hf-posttrain eval`, afterwards
     method: str  # sft, dpo, ...
-    row: Method | None  # the method's in the table; None for one that this version does not know
+    method_spec: Method | None  # the method's in the table; None for one that this version does not know
     base_model: str  # hub name or folder of the model that was trained
     arguments: dict[str, Any]  # of training: all that matter with run.json, otherwise those that the recipe gives
     adapter: str | None  # where in the folder an adapter is, "." where it is not in one of its own; None: a whole model
@@ -100,16 +100,16 @@ class Run:
     sources: dict[str, list[dict[str, Any]]]  # "train" and "eval" -> where their rows come from, as the recipe has it
 
     @property
-    def sees(self) -> bool:
+    def takes_images(self) -> bool:
         """Does the model take pictures? Then its processor is saved with it."""
         return (self.folder / "processor_config.json").exists()
 
 
-def read(folder: str | Path) -> Run:
+def read_run(folder: str | Path) -> Run:
     """The run in `folder`, an output_dir or a checkpoint. Raises InputError where there is none, or a broken file."""
     folder = Path(folder)
     if not os.path.isdir(folder):
-        raise InputError(f"there is no folder {folder}{nearest_path(folder)}: give a run's output_dir")
+        raise InputError(f"there is no folder {folder}{path_hint(folder)}: give a run's output_dir")
     # The state is the run's own, written when it ends, unless a checkpoint is newer: the run is resumed, or not over.
     # Both may be left of an earlier run, where a fresh one has begun in its folder.
     record = _hide_tokens(_read_json(folder / "run.json", {}))
@@ -140,7 +140,7 @@ def read(folder: str | Path) -> Run:
     model = tree.get("model") or {}
     data = tree.get("data") or {}
     method = str(tree.get("method") or record.get("method") or "")
-    in_rounds = tree.get("rounds") or record.get("rounds") or {}
+    rounds_section = tree.get("rounds") or record.get("rounds") or {}
     sources = {split: data.get(split) or [] for split in ("train", "eval")}
     arguments = tree.get("train", {}) | record.get("arguments", {})
     # the best weights are loaded when a run ends, which a run's own state is of
@@ -162,11 +162,11 @@ def read(folder: str | Path) -> Run:
         results={} if _is_outdated(results, state_file, started) else _read_json(results),
         audit=_read_json(folder / "audit.json", {}),
         samples=_read_json(folder / "samples.json", []),
-        in_rounds=in_rounds,
-        rounds=_read_json(folder / ROUNDS, []) if in_rounds else [],
+        rounds_section=rounds_section,
+        rounds=_read_json(folder / ROUNDS, []) if rounds_section else [],
         evaluations=_read_json(folder / "evaluations.json", []),
         method=method,
-        row=METHODS.get(method),
+        method_spec=METHODS.get(method),
         base_model=str(model.get("name_or_path") or record.get("base_model") or ""),
         arguments=arguments,
         adapter=_adapter(folder),

@@ -372,7 +372,7 @@ def test_in_a_terminal_tokens_come_one_by_one_and_ctrl_c_ends_an_answer_or_a_lin
 def test_a_line_that_is_no_unicode_is_told_and_not_kept(talk, monkeypatch):
     """As a pipe gives it in a locale without UTF-8; with a template and without."""
     for plain in ([], ["--plain"]):
-        monkeypatch.setattr(chat, "tell", lambda text: print(text.encode("ascii", "replace")))
+        monkeypatch.setattr(chat, "print_output", lambda text: print(text.encode("ascii", "replace")))
         shown = talk(["a \udce9", "/save said.jsonl"], "base", *plain)
         assert "half of a surrogate pair" in shown
         assert "nothing was said yet" in shown

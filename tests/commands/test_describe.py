@@ -13,9 +13,9 @@ from tokenizers_for_tests import byte_tokenizer
 from vision_for_tests import pictures, processor_of, seeing
 
 from hf_posttrain.commands import data as describe
-from hf_posttrain.data.column_inference import kind
+from hf_posttrain.data.column_inference import value_type
 from hf_posttrain.data.encode import Plan, read
-from hf_posttrain.data.formats import detect
+from hf_posttrain.data.formats import detect_format
 from hf_posttrain.data.prepare import prepare
 from hf_posttrain.data.row_schema import PREFERENCE, PROMPTS, SUPERVISED, UNPAIRED
 from hf_posttrain.data.sources import load
@@ -249,7 +249,7 @@ def test_messages_about_columns_are_one_line(tmp_path):
     datasets.Dataset.from_list([{ODD: "2+2?"}]).to_json(str(tmp_path / "rows.jsonl"))
     source = Source(str(tmp_path / "rows.jsonl"), columns={"prompt": "nothing"})
     for refused in (
-        lambda: detect([ODD], METHODS["sft"]), lambda: read(row, plan),
+        lambda: detect_format([ODD], METHODS["sft"]), lambda: read(row, plan),
         lambda: load(source, "train"),
     ):  # fmt: skip
         with pytest.raises(InputError) as caught:
@@ -292,7 +292,7 @@ def test_help_says_what_the_exit_codes_mean(capsys):
      (SHARED, "messages"), ([1, 2], "ids"), (["a"], "list"), ([], "list"), ({"a": 1}, "mapping"), (None, "nothing")],
 )  # fmt: skip
 def test_kinds(value, expected):
-    assert kind(value) == expected
+    assert value_type(value) == expected
 
 
 def test_text_that_is_not_utf_8(tmp_path):

@@ -80,7 +80,7 @@ def folder(made, tmp_path, monkeypatch):
     """The current directory, in which `tiny` is a model, `qa.jsonl` eight prompts with answers, of which the model
     gives half, and `pairs.jsonl` eight pairs."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(run.OTHERS, "eval", "hf_posttrain.commands.evaluate")
+    monkeypatch.setitem(run.COMMANDS, "eval", "hf_posttrain.commands.evaluate")
     (tmp_path / "tiny").symlink_to(made / "tiny")
     tokenizer, model = byte_tokenizer(), stopping()
     said = [tokenizer.decode(greedy(model, list(text.encode())), skip_special_tokens=True) for text in WORDS]
@@ -381,7 +381,7 @@ def test_numbers_that_another_file_of_the_same_name_replaces_are_told(folder, ca
 
 def test_a_file_is_written_whole_or_not_at_all(folder, monkeypatch):
     entry = {"model": "m", "data": "a.jsonl", "metrics": {"x": 1.0}}
-    results.keep(folder, [entry])
+    results.store_result(folder, [entry])
     before = Path("evaluations.json").read_text()
 
     def breaks(path, *args, **kwargs):
@@ -390,7 +390,7 @@ def test_a_file_is_written_whole_or_not_at_all(folder, monkeypatch):
 
     monkeypatch.setattr(Path, "write_text", breaks)
     with pytest.raises(OSError, match="No space"):
-        results.keep(folder, [entry | {"data": "b.jsonl"}])
+        results.store_result(folder, [entry | {"data": "b.jsonl"}])
     assert Path("evaluations.json").read_text() == before
 
 

@@ -277,4 +277,4 @@ def test_names_are_read_back_as_they_were_given(name):
     init.main(["sft", "--model", name, "--output_dir", name, "--yes"])
     tree, _ = read_tree(file)
     assert (tree["model"]["name_or_path"], tree["train"]["output_dir"]) == (name, name)
-    assert yaml.safe_load(init.in_yaml({"prompt": name, "completion": "b"})) == {"prompt": name, "completion": "b"}
+    assert yaml.safe_load(init.format_yaml({"prompt": name, "completion": "b"})) == {"prompt": name, "completion": "b"}

@@ -18,7 +18,7 @@ from tokenizers_for_tests import byte_tokenizer
 from hf_posttrain import run
 from hf_posttrain.commands import judge as judging
 from hf_posttrain.commands import sample as sampling
-from hf_posttrain.commands.pair import is_cut
+from hf_posttrain.commands.pair import is_truncated
 from hf_posttrain.commands.resumable_jsonl import ResumableFile, write_rows
 from hf_posttrain.data.prepare import prepare
 from hf_posttrain.errors import InputError
@@ -198,10 +198,10 @@ THINKS = {
 
 def test_an_answer_that_mentions_a_tag_has_an_end():
     row = {"prompt": "q", "completion": "The tag <think> opens a thought.", "stopped": True}
-    assert not is_cut(row)
-    assert not is_cut(row | {"completion": "<think>\nhm</think> The tag <think> opens a thought."})
-    assert is_cut(row | {"stopped": False})
-    assert is_cut(row | {"completion": "<think>\nhm"})
+    assert not is_truncated(row)
+    assert not is_truncated(row | {"completion": "<think>\nhm</think> The tag <think> opens a thought."})
+    assert is_truncated(row | {"stopped": False})
+    assert is_truncated(row | {"completion": "<think>\nhm"})
 
 
 @pytest.mark.parametrize("chat", [True, False])
@@ -283,7 +283,7 @@ def test_rows_of_a_prompt_are_of_one_prompt_wherever_they_stand(folder):
     assert run.main(["judge", "answers.jsonl", "--by", "exact_match", "--out", "judged.jsonl"]) == 0
     found = read(folder / "judged.jsonl")
     assert [row["prompt"] for row in found] == [row["prompt"] for row in rows]  # together again
-    assert [row["score"] for row in judging.by_prompt(found)[0]] == [1.0, 1.0, 0.0]
+    assert [row["score"] for row in judging.group_by_prompt(found)[0]] == [1.0, 1.0, 0.0]
     write(folder / "judged.jsonl", [*found[::2], *found[1::2]])
     assert len(paired("dpo")) == 2
 
@@ -330,8 +330,8 @@ def test_samples_that_were_killed_are_those_of_a_run_that_was_not(folder, monkey
     tiny_model().save_pretrained("tiny")
     byte_tokenizer(None).save_pretrained("tiny")
     write(folder / "prompts.jsonl", [{"prompt": f"{n}?", "completion": "1"} for n in range(9)])
-    monkeypatch.setattr(sampling, "PIECE", 2)
-    monkeypatch.setattr(judging, "PIECE", 2)
+    monkeypatch.setattr(sampling, "CHUNK_SIZE", 2)
+    monkeypatch.setattr(judging, "CHUNK_SIZE", 2)
     command = ["sample", "tiny", "--prompts", "prompts.jsonl", "--n", "2", "--max_completion_length", "6"]
     assert run.main([*command, "--out", "whole.jsonl"]) == 0
     judge = ["judge", "whole.jsonl", "--by", "function", "test_judge_and_pair:length"]

@@ -121,7 +121,7 @@ def test_a_greedy_answer_is_one_and_does_not_depend_on_the_seed(folder):
 def test_answers_of_a_file_that_was_corrected_meanwhile_are_not_mixed(folder, monkeypatch, caplog):
     rows = [{"prompt": f"{n}?", "completion": f"{n}"} for n in (1, 2, 1)]
     write_rows(folder / "asked.jsonl", rows)
-    monkeypatch.setattr(sample, "PIECE", 1)
+    monkeypatch.setattr(sample, "CHUNK_SIZE", 1)
     monkeypatch.setattr(ResumableFile, "finish", lambda file: (_ for _ in ()).throw(KeyboardInterrupt))
     command = ["sample", "tiny", "--prompts", "asked.jsonl", "--max_completion_length", "3", "--out", "out.jsonl"]
     assert run.main(command) == 130

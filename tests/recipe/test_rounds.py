@@ -12,7 +12,7 @@ from hf_posttrain import run
 from hf_posttrain.errors import InputError
 from hf_posttrain.recipe.read import load_recipe
 from hf_posttrain.report.page import list_facts
-from hf_posttrain.report.run_folder import read as read_run
+from hf_posttrain.report.run_folder import read_run
 
 RECIPE = """\
 method: dpo

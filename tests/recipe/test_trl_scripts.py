@@ -33,7 +33,7 @@ from hf_posttrain import (
     get_peft_config,
     get_quantization_config,
 )
-from hf_posttrain.data.column_inference import picture_problem
+from hf_posttrain.data.column_inference import image_problem
 from hf_posttrain.errors import InputError
 
 SCRIPT = (ScriptArguments, SFTConfig, ModelConfig)
@@ -247,10 +247,10 @@ def test_options_of_the_teacher_are_read(folder, options):
         trainer = KDTrainer(tiny_model(), args=args, **teacher, **given)
         assert trainer.teacher_model.dtype == torch.bfloat16
         assert trainer.teacher_model.config._attn_implementation == "eager"
-    with pytest.raises(InputError, match="the trainer is given another teacher_model: leave one of the two out"):
+    with pytest.raises(InputError, match=r"the trainer is given another teacher_model\. Remove one of the two"):
         KDTrainer(tiny_model(), args=args, teacher_model=tiny_model(seed=3), **given)
     args = KDConfig(**options, teacher_model_init_kwargs={"dtype": "bfloat16"})
-    with pytest.raises(InputError, match="is for a teacher that is given by name"):
+    with pytest.raises(InputError, match="is only valid with a teacher that is given by name"):
         KDTrainer(tiny_model(), args=args, teacher_model=tiny_model(seed=3), **given)
     with pytest.raises(InputError, match="teacher_model_revision='v2' cannot be loaded by name"):
         KDConfig(**options, teacher_model_revision="v2")
@@ -332,5 +332,5 @@ def test_rows_with_images_bring_the_processor(kind, by_name, column, options, tm
 
 
 def test_rows_with_images_for_a_text_model_say_that_it_cannot():
-    problem = picture_problem([{"images": ["a.png"]}], {"images"})
+    problem = image_problem([{"images": ["a.png"]}], {"images"})
     assert "a text model cannot" in problem

@@ -10,7 +10,7 @@ from runs_for_tests import HOSTILE, RECIPE, SAMPLES, Page, leave_run, log_of
 from hf_posttrain import report
 from hf_posttrain.errors import InputError
 from hf_posttrain.report import compare
-from hf_posttrain.report.run_folder import read
+from hf_posttrain.report.run_folder import read_run
 
 
 def with_train(**changes):
@@ -91,7 +91,10 @@ def test_names_tell_runs_apart(tmp_path):
     ],
 )
 def test_losses_are_ranked_only_where_they_measure_the_same(tmp_path, recipe, reason):
-    runs = [read(leave_run(tmp_path / "a")), read(leave_run(tmp_path / "b", log_of(loss=lambda s: 1.0), recipe=recipe))]
+    runs = [
+        read_run(leave_run(tmp_path / "a")),
+        read_run(leave_run(tmp_path / "b", log_of(loss=lambda s: 1.0), recipe=recipe)),
+    ]
     assert compare.explain_incomparable(runs) == reason
     rows = dict(compare.rank_last_values(runs, reason))
     assert [best for _, best in rows["loss (evaluation)"]] == [not reason, False]
@@ -132,7 +135,7 @@ def test_what_marks_are_given_for(first, second, losses, scores, answers, tmp_pa
         recipe = facts.get("recipe", RECIPE | {
             "model": facts.get("model", {}), "teacher": {"name_or_path": facts.get("teacher", "t")}})  # fmt: skip
         record = {"method": "dpo", "base_model": "q"} | facts
-        runs.append(read(leave_run(tmp_path / str(n), log, recipe=recipe, run=record)))
+        runs.append(read_run(leave_run(tmp_path / str(n), log, recipe=recipe, run=record)))
     reason = compare.explain_incomparable(runs)
     assert reason.startswith(losses)
     assert bool(reason) == bool(losses)
@@ -144,7 +147,7 @@ def test_what_marks_are_given_for(first, second, losses, scores, answers, tmp_pa
 def test_best_is_the_highest_accuracy_whatever_the_options_and_nobody_in_a_tie(tmp_path):
     scores = (0.25, 0.75, math.nan)
     logs = [[{"step": 1, "eval_exact_match": score, "eval_rewards/accuracies": 0.5}] for score in scores]
-    runs = [read(leave_run(tmp_path / str(n), log, recipe=with_train(beta=n))) for n, log in enumerate(logs, 1)]
+    runs = [read_run(leave_run(tmp_path / str(n), log, recipe=with_train(beta=n))) for n, log in enumerate(logs, 1)]
     rows = dict(compare.rank_last_values(runs, "beta differs"))
     assert rows["exact_match (evaluation)"] == [
         ("0.25", False), ("0.75", True), ("nan", False),
@@ -164,7 +167,7 @@ def test_scores_of_rounds_are_compared_where_answers_are_drawn_and_judged_alike(
     for n, score in enumerate((0.25, 0.75)):
         known = {"run": {"method": "sft", "rounds": given[n]}} if of_python else {}
         recipe = None if of_python else RECIPE | {"rounds": given[n]}
-        runs.append(read(leave_run(tmp_path / str(n), [{"step": 1, "eval_score": score}], recipe=recipe, **known)))
+        runs.append(read_run(leave_run(tmp_path / str(n), [{"step": 1, "eval_score": score}], recipe=recipe, **known)))
     rows = dict(compare.rank_last_values(runs, "beta differs"))
     assert rows["score (evaluation)"] == [("0.25", False), ("0.75", marked)]
 

@@ -38,8 +38,8 @@ from hf_posttrain.methods import METHODS as TABLE
 from hf_posttrain.models.config import ModelSection
 from hf_posttrain.models.load import load_model
 from hf_posttrain.report import callbacks, compare
-from hf_posttrain.report.callbacks import describe_run, find_obstacle, pick_questions
-from hf_posttrain.report.run_folder import read
+from hf_posttrain.report.callbacks import describe_run, find_obstacle, pick_prompts
+from hf_posttrain.report.run_folder import read_run
 from hf_posttrain.rollouts.options import SAMPLERS
 
 
@@ -88,7 +88,7 @@ def test_samples_are_greedy_answers_before_and_after(tmp_path):
     asked = [row["prompt_ids"] for row in trainer.train_dataset.select([0, 2, 4, 6])]
 
     def answers():
-        found = trainer.generate(asked, callbacks.LONGEST)
+        found = trainer.generate(asked, callbacks.MAX_NEW_TOKENS)
         texts = trainer.tokenizer.batch_decode(found, skip_special_tokens=True)
         ends = [ids[-1] in trainer.terminal_ids for ids in found]
         return [text if end else text + " …" for text, end in zip(texts, ends, strict=True)]
@@ -251,7 +251,7 @@ def test_a_run_in_the_folder_of_an_earlier_one_is_not_told_as_that(tmp_path, mon
     second = sft(tmp_path)
     second.save_metrics("train", second.train().metrics)
     second.save_state()
-    run = read(tmp_path)
+    run = read_run(tmp_path)
     assert (run.method, run.recipe, run.samples) == ("sft", {}, [])
     assert "train_loss" in run.results
     assert "eval_loss" not in run.results
@@ -274,7 +274,7 @@ def test_runs_from_python_have_their_best_step_and_what_differs(tmp_path):
         trainer.save_state()
         report.write(tmp_path / name)
         best = {entry["eval_loss"]: entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry}
-        run = read(tmp_path / name)
+        run = read_run(tmp_path / name)
         assert run.best_step == best[max(best)] == 1
         assert run.last["eval_loss"] == max(best)
         assert "The weights are those of step 1" in (tmp_path / name / "README.md").read_text()
@@ -302,7 +302,7 @@ def test_an_optimizer_and_an_evaluation_of_the_users_are_told_as_they_are(tmp_pa
     given = left(tmp_path, "run.json")["arguments"]
     assert (given["optim"], given["learning_rate"]) == ("SGD", 0.125)
     assert not {"adam_beta1", "weight_decay"} & given.keys()
-    run = read(tmp_path)
+    run = read_run(tmp_path)
     assert run.last["eval_test_loss"] == pytest.approx(run.last["eval_loss"])
     assert not [key for key in run.last if key.startswith("test")]
 
@@ -420,15 +420,15 @@ def test_the_card_prompts_a_model_as_it_was_trained(chats, packing, tmp_path):
     ],
 )
 def test_questions_of_every_kind_of_row(row, prompt, expected):
-    assert pick_questions(datasets.Dataset.from_list([row])) == [(prompt, expected)]
+    assert pick_prompts(datasets.Dataset.from_list([row])) == [(prompt, expected)]
 
 
 def test_questions_are_spread_over_a_data_set_and_taken_from_the_start_of_a_stream():
     rows = datasets.Dataset.from_list([{"prompt_ids": [n, n], "completion_ids": [n]} for n in range(10)])
-    assert [expected for _, expected in pick_questions(rows)] == [[0], [2], [5], [7]]
-    assert [expected for _, expected in pick_questions({"first": rows.select(range(2)), "second": rows})] == [[0], [1]]
-    assert [expected for _, expected in pick_questions(rows.to_iterable_dataset())] == [[0], [1], [2], [3]]
-    assert pick_questions(rows.select([])) == []
+    assert [expected for _, expected in pick_prompts(rows)] == [[0], [2], [5], [7]]
+    assert [expected for _, expected in pick_prompts({"first": rows.select(range(2)), "second": rows})] == [[0], [1]]
+    assert [expected for _, expected in pick_prompts(rows.to_iterable_dataset())] == [[0], [1], [2], [3]]
+    assert pick_prompts(rows.select([])) == []
 
 
 def test_sharded_models_are_asked_only_where_they_generate_anyway(monkeypatch):

@@ -26,7 +26,7 @@ from hf_posttrain.report import card, charts
 from hf_posttrain.report.card import list_papers
 from hf_posttrain.report.charts import Chart, Line, format_number, smooth, thin
 from hf_posttrain.report.page import format_duration, list_facts
-from hf_posttrain.report.run_folder import Series, read, read_history
+from hf_posttrain.report.run_folder import Series, read_history, read_run
 
 
 def age(folder):
@@ -217,7 +217,7 @@ def test_training_and_evaluation_share_a_chart_and_unknown_metrics_have_their_ow
 
 def test_every_metric_of_the_trainers_has_a_chart_of_its_kind():
     """Keys that trainers log stand in double quotes with a slash; see the methods' `_metrics`."""
-    known = {metric for kind in charts.KINDS for metric in kind.metrics} | {*charts.REPEATED}
+    known = {metric for kind in charts.KINDS for metric in kind.metrics} | {*charts.NOT_CHARTED}
     package = os.path.dirname(os.path.dirname(report.__file__))
     for name in METHODS:
         with open(f"{package}/methods/{name}.py", encoding="utf-8") as file:
@@ -305,11 +305,11 @@ def test_a_checkpoint_that_is_newer_than_the_end_of_an_earlier_run(tmp_path):
     folder = leave_run(tmp_path / "run", all_results={"train_runtime": 75.2})
     age(folder)
     leave_run(folder / "checkpoint-5", log_of(5, loss=lambda step: 9.0 / step), taken=5, recipe=None)
-    run = read(folder)
+    run = read_run(folder)
     assert run.steps == (5, 20)
     assert (run.recipe, run.results) == ({}, {})
     os.utime(folder / "checkpoint-5" / "trainer_state.json", (500, 500))
-    assert read(folder).results == {"train_runtime": 75.2}
+    assert read_run(folder).results == {"train_runtime": 75.2}
 
 
 def test_a_copied_folder_is_read_as_the_run_itself(tmp_path):
@@ -317,7 +317,7 @@ def test_a_copied_folder_is_read_as_the_run_itself(tmp_path):
     folder = leave_run(tmp_path / "run", all_results={"train_runtime": 75.2})
     leave_run(folder / "checkpoint-5", log_of(5), taken=5)
     age(folder)
-    run = read(folder)
+    run = read_run(folder)
     assert (run.steps, run.results) == ((20, 20), {"train_runtime": 75.2})
     assert run.recipe
 
@@ -326,7 +326,7 @@ def test_a_resumed_run_is_read_from_its_checkpoint_though_its_log_is_no_longer(t
     folder = leave_run(tmp_path / "run", [{"loss": 1.0, "step": 10}, {"train_runtime": 5.0, "step": 10}], 10, 10)
     os.utime(folder / "trainer_state.json", (1000, 1000))
     leave_run(folder / "checkpoint-20", [{"loss": 1.0, "step": 10}, {"loss": 0.5, "step": 20}], 20, 20)
-    assert read(folder).steps == (20, 20)
+    assert read_run(folder).steps == (20, 20)
 
 
 def test_a_folder_with_the_times_of_another_clock_is_read(tmp_path):
@@ -334,7 +334,7 @@ def test_a_folder_with_the_times_of_another_clock_is_read(tmp_path):
     started = {"started": datetime.now(UTC).isoformat(timespec="seconds")}
     folder = leave_run(tmp_path / "run", all_results={"train_runtime": 75.2}, run=started)
     age(folder)
-    run = read(folder)
+    run = read_run(folder)
     assert (run.steps, run.results) == ((20, 20), {"train_runtime": 75.2})
     assert run.recipe
 
@@ -350,10 +350,10 @@ def test_checkpoints_of_an_earlier_run_are_not_those_of_a_fresh_one(tmp_path):
         (folder / "trainer_state.json").write_text(json.dumps(state | {"global_step": number}))
         os.utime(folder / "trainer_state.json", (started.timestamp() + 3600 * hours,) * 2)
     os.utime(tmp_path / "trainer_state.json", (started.timestamp() - 3600,) * 2)
-    assert read(tmp_path).steps[0] == 10
+    assert read_run(tmp_path).steps[0] == 10
     # nothing is known yet of a run without a checkpoint
     os.utime(tmp_path / "checkpoint-10" / "trainer_state.json", (started.timestamp() - 3600,) * 2)
-    assert (read(tmp_path).steps[0], read(tmp_path).history) == (0, {})
+    assert (read_run(tmp_path).steps[0], read_run(tmp_path).history) == (0, {})
 
 
 @pytest.mark.parametrize(("count", "told"), [(2, False), (4, True)])
@@ -361,14 +361,14 @@ def test_exact_match_is_set_against_the_divergence(tmp_path, count, told):
     """1 - sqrt(KL), by hand."""
     logs = [{"step": n, "eval_exact_match": 1 - n / 10, "eval_distill/reverse_kl": (n / 10) ** 2} for n in range(count)]
     leave_run(tmp_path, logs, recipe={"method": "opd"})
-    facts = {name: rest for name, *rest in list_facts(read(tmp_path))}
+    facts = {name: rest for name, *rest in list_facts(read_run(tmp_path))}
     assert facts.get("Exact match by KL") == (["1.00 - 1.00 sqrt(KL)", "4 evaluations, R2 1.00"] if told else None)
 
 
 def test_an_accuracy_does_not_start_from_ties(tmp_path):
     log = [{"step": step, "eval_rewards/accuracies": value} for step, value in ((0, 0.0), (5, 0.6), (10, 0.8))]
     leave_run(tmp_path, log, recipe={"method": "dpo"})
-    facts = {value: remark for _, value, remark in list_facts(read(tmp_path))}
+    facts = {value: remark for _, value, remark in list_facts(read_run(tmp_path))}
     assert facts["0.8"] == "evaluation, from 0.6"
 
 
@@ -379,7 +379,7 @@ def test_the_best_weights_are_named_and_the_curve_is_that_of_training(tmp_path):
     leave_run(tmp_path, log, taken=8, planned=8, recipe=recipe)
     state = json.loads((tmp_path / "trainer_state.json").read_text())
     (tmp_path / "trainer_state.json").write_text(json.dumps(state | {"best_model_checkpoint": "runs/checkpoint-2"}))
-    run = read(tmp_path)
+    run = read_run(tmp_path)
     assert run.history["eval_loss"].values == (1.5, 3.5)
     assert run.last["eval_loss"] == 1.5
     assert ("Loss", "1.5", "evaluation, from 1.5") in list_facts(run)
@@ -389,11 +389,11 @@ def test_the_best_weights_are_named_and_the_curve_is_that_of_training(tmp_path):
     # in Python nothing evaluates them again
     state |= {"best_model_checkpoint": "runs/checkpoint-2", "log_history": log[:2]}
     (tmp_path / "trainer_state.json").write_text(json.dumps(state))
-    assert read(tmp_path).last["eval_loss"] == 1.5
+    assert read_run(tmp_path).last["eval_loss"] == 1.5
     # a checkpoint has the weights of its own step
     checkpoint = leave_run(tmp_path / "checkpoint-8", log[:2], taken=8, planned=9, recipe=recipe)
     (checkpoint / "trainer_state.json").write_text((tmp_path / "trainer_state.json").read_text())
-    assert (read(checkpoint).best_step, read(checkpoint).last["eval_loss"]) == (None, 3.5)
+    assert (read_run(checkpoint).best_step, read_run(checkpoint).last["eval_loss"]) == (None, 3.5)
 
 
 def test_an_answer_of_white_space_is_told_in_words(tmp_path):
@@ -410,7 +410,7 @@ def test_recipe_and_results_that_are_older_than_the_start_are_of_an_earlier_run(
         leave_run(folder, all_results={"train_runtime": 75.2}, run={"method": "kto", "started": started})
         for name in ("recipe.yaml", "all_results.json"):
             os.utime(folder / name, (1000, 1000))
-        run = read(folder)
+        run = read_run(folder)
         assert (run.method, bool(run.recipe), bool(run.recipe_text)) == ("dpo" if known else "kto", known, known)
         assert bool(run.results) is known
 
@@ -428,7 +428,7 @@ def test_access_tokens_are_nowhere(tmp_path):
     assert "other_token" not in dict(page.table("Hyper-parameters"))
     text = "# mine\nmethod: sft\ntrain: {hub_token: null, max_length: 7}\n"  # nothing to hide: as it stands
     (folder / "recipe.yaml").write_text(text)
-    assert read(folder).recipe_text == text
+    assert read_run(folder).recipe_text == text
 
 
 def test_a_loss_that_was_not_finite_is_named(tmp_path):
@@ -480,7 +480,7 @@ def test_reading_a_folder_takes_neither_torch_nor_matplotlib():
 def test_every_method_has_key_metrics_that_are_shown_first(tmp_path, method):
     keys = METHODS[method].key_metrics
     log = [{"step": 1, "loss": 0.5} | {f"eval_{key}": 0.25 for key in keys}]
-    facts = list_facts(read(leave_run(tmp_path / "run", log, recipe=RECIPE | {"method": method})))
+    facts = list_facts(read_run(leave_run(tmp_path / "run", log, recipe=RECIPE | {"method": method})))
     assert [name for name, _, _ in facts] == ["Loss", *(charts.TITLES[key] for key in keys), "Steps"]
 
 

@@ -55,9 +55,9 @@ from hf_posttrain.data.sources import load
 from hf_posttrain.errors import InputError
 from hf_posttrain.methods import METHODS as TABLE
 from hf_posttrain.methods import config_class
-from hf_posttrain.models.load import set_in_config
+from hf_posttrain.models.load import apply_config_options
 from hf_posttrain.recipe.sections import Source
-from hf_posttrain.report.run_folder import read
+from hf_posttrain.report.run_folder import read_run
 from hf_posttrain.scoring import attention, layout_selection, parity_check
 from hf_posttrain.scoring import forward as scoring
 from hf_posttrain.scoring.head import LogProb
@@ -76,7 +76,7 @@ def test_scoring_checks_itself_for_every_architecture():
         model = tiny_model(name)
         scoring.enable_scoring(model)
         for layout in ("shared", "packed", "padded"):
-            assert parity_check.check(model, layout) < 1e-4
+            assert parity_check.parity_error(model, layout) < 1e-4
 
 
 class Odd(nn.Linear):
@@ -101,7 +101,7 @@ def test_a_head_that_is_more_than_linear_is_run_as_a_module(tmp_path):
     odd.weight = model.lm_head.weight
     model.lm_head = odd
     scoring.enable_scoring(model)
-    assert parity_check.check(model, "shared") < 1e-4
+    assert parity_check.parity_error(model, "shared") < 1e-4
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -1108,7 +1108,7 @@ def test_the_best_step_is_saved_by_this_run_or_told(tmp_path, caplog):
     assert trainer.state.best_global_step == 1
     assert "checkpoint-1 was not saved or is gone: the weights are of the last step" in caplog.text
     assert torch.equal(weights_of(tmp_path), weights_of(tmp_path / "checkpoint-4"))
-    assert read(tmp_path).best_step is None
+    assert read_run(tmp_path).best_step is None
 
 
 def test_a_run_whose_folder_was_moved_ends_with_its_best_weights(tmp_path):
@@ -1270,13 +1270,13 @@ def test_model_init_kwargs_of_scripts_and_fields_of_the_config_are_read(tmp_path
 def test_fields_of_a_part_of_the_config_are_set_in_it():
     parts = {"text_config": {"num_hidden_layers": 2}, "vision_config": {"num_hidden_layers": 1}}
     config = AutoConfig.for_model("gemma3", **parts)
-    left = set_in_config(config, {"text_config": {"attention_dropout": 0.5}, "num_attention_heads": 2, "odd": 1})
+    left = apply_config_options(config, {"text_config": {"attention_dropout": 0.5}, "num_attention_heads": 2, "odd": 1})
     assert left == {"odd": 1}
     text = config.get_text_config()
     assert (text.attention_dropout, text.num_attention_heads, text.num_hidden_layers) == (0.5, 2, 2)
-    assert set_in_config(AutoConfig.for_model("gpt2"), {"num_hidden_layers": 3}) == {}
+    assert apply_config_options(AutoConfig.for_model("gpt2"), {"num_hidden_layers": 3}) == {}
     read_only = {"to_dict": 1, "use_return_dict": False}
-    assert set_in_config(config, read_only) == read_only
+    assert apply_config_options(config, read_only) == read_only
 
 
 def test_use_safetensors_holds_whatever_code_is_trusted(tmp_path):
