@@ -8,7 +8,7 @@ import torch
 
 from ..errors import InputError
 from ..generation import rollout
-from ..scoring.layouts import Branch, Example, reading_of, share_out
+from ..scoring.layouts import Branch, Example, balance_groups, teacher_input_of
 from ..teachers.signal import TopK
 from .batch import RolloutBatch
 from .completion import Completion, Rollout
@@ -130,11 +130,11 @@ class RolloutBuilder:
                 problem = "lmbda below 1 trains on completions of the data, and a row has none"
                 raise InputError("the source of the rollouts gave an empty completion" if own else problem)
             rollouts.append(answer)
-            examples.append(Example(answer.prompt, branches, columns, row.get("images") or (), reading_of(row)))
+            examples.append(Example(answer.prompt, branches, columns, row.get("images") or (), teacher_input_of(row)))
 
         # as many rows in each micro-batch as it had prompts, and about as many tokens
         tokens = [len(one.prompt) + sum(len(branch.ids) for branch in one.branches) for one in examples]
-        groups = share_out(tokens, [len(batch.prompts.items) for batch in batches])
+        groups = balance_groups(tokens, [len(batch.prompts.items) for batch in batches])
         index = torch.cat([batch.index for batch in batches])
         row_weights = torch.cat([batch.weights_of_rows for batch in batches])
         laid_out = []

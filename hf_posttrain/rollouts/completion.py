@@ -49,6 +49,6 @@ class Sampler(Protocol):
         ...
 
 
-def finished(ids: Sequence[int], terminal_ids: Sequence[int]) -> bool:
+def is_finished(ids: Sequence[int], terminal_ids: Sequence[int]) -> bool:
     """Return whether a completion ends with a terminal id."""
     return bool(ids) and ids[-1] in terminal_ids

@@ -12,7 +12,7 @@ from ..data.teacher_prompts import COLUMNS as FOR_TEACHER
 from ..errors import InputError
 from ..generation import rollout
 from ..models import score_cache
-from ..scoring.layouts import Branch, Example, reading_of
+from ..scoring.layouts import Branch, Example, teacher_input_of
 from ..teachers.signal import Request, Teacher, TopK
 from .completion import Completion, Rollout
 from .interface import OnPolicyInterface
@@ -21,7 +21,7 @@ from .source import OnPolicy
 logger = logging.getLogger(__name__)
 PROMPT_COLUMNS = ("prompt_ids", "images")
 """Columns of what is answered."""
-PIECE = 64
+CHUNK_SIZE = 64
 """Prompts that are sampled in one call: random numbers depend on it, and not on the number of ranks."""
 
 
@@ -95,19 +95,19 @@ class Frozen(OnPolicy):
             logger.info("sampling %d rollouts of each of %d prompts, once", args.num_generations, len(prompts))
             return self._sample(prompts)
 
-        return score_cache.cached(key, len(prompts), sample, "rollouts", trainer.accelerator)
+        return score_cache.load_or_compute(key, len(prompts), sample, "rollouts", trainer.accelerator)
 
     def _sample(self, prompts: datasets.Dataset) -> datasets.Dataset:
         """In pieces, which the ranks share out; each piece has random numbers of its own."""
         self.trainer.sampler.synchronise()
         accelerator = self.trainer.accelerator
-        starts = range(0, len(prompts), PIECE)
+        starts = range(0, len(prompts), CHUNK_SIZE)
         world = accelerator.num_processes
         rank = accelerator.process_index
         found = {}
         for first in range(0, len(starts), world):  # as many calls on every rank: some end with an empty piece
             number = first + rank
-            piece = range(number * PIECE, min((number + 1) * PIECE, len(prompts)))
+            piece = range(number * CHUNK_SIZE, min((number + 1) * CHUNK_SIZE, len(prompts)))
             rows = prompts.select(piece).to_list() if piece else []
             seed = (self.trainer.args.seed, number)
             with rollout.seeded(accelerator.device, *seed):
@@ -148,7 +148,7 @@ class Frozen(OnPolicy):
                     row["prompt_ids"],
                     [*map(Branch, row["rollout_ids"])],
                     pictures=row.get("images") or (),
-                    reading=reading_of(row),
+                    reading=teacher_input_of(row),
                 )
                 for row in given
             ]
@@ -173,7 +173,7 @@ class Frozen(OnPolicy):
             size = args.per_device_eval_batch_size
             return datasets.Dataset.from_list(score_cache.score_rows(trainer, rows, size, score, title))
 
-        return score_cache.cached(key, len(rows), compute, "teacher", trainer.accelerator)
+        return score_cache.load_or_compute(key, len(rows), compute, "teacher", trainer.accelerator)
 
     def longest(self) -> int:
         """The longest rollout of all steps: a horizon that grows cuts them as it is."""

@@ -34,20 +34,20 @@ from ..generation.completions_client import PLAIN, together
 from ..scoring import forward as scoring
 from ..scoring.head import LogProb
 from ..scoring.layouts import Branch, Example
-from ..scoring.parity_check import some_ids
+from ..scoring.parity_check import example_ids
 from ..trainer.interface import TrainerInterface
-from .completion import Completion, finished
+from .completion import Completion, is_finished
 from .options import VLLMColocateOptions
-from .weight_sync import scrambled_adapter, whole_weights_on_first
+from .weight_sync import gather_weights_on_first_rank, scramble_adapter_weight
 
 logger = logging.getLogger(__name__)
 # vLLM's least logit_bias, and the number of ids that may have one (v1/worker/gpu/sample/logit_bias.py)
-_NEVER = -100.0
-_MOST_BIASED = 1024
+_EXCLUDED_TOKEN_BIAS = -100.0
+_MAX_LOGIT_BIASES = 1024
 # LoRA in vLLM: max_lora_rank (config/lora.py), and initialisations that leave the base as it is (lora/peft_helper.py)
-_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 _INITIALISATIONS = (True, False, "gaussian", "eva", "orthogonal")
-_BEYOND_LORA = (
+_UNSUPPORTED_LORA_OPTIONS = (
     "use_dora",
     "modules_to_save",
     "lora_bias",
@@ -62,12 +62,12 @@ _BEYOND_LORA = (
     "velora_config",
     "monteclora_config",
 )
-PROBES = 4
+PROBE_PROMPTS = 4
 PROBE_TOKENS = 16
 """Prompts that are compared after a transfer, and tokens of each and of its answer."""
-ROUNDING = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.05}
+LOGP_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.05}
 """By how much a token's log-probability may differ on average between vLLM and the student, by vLLM's dtype."""
-Sampled = tuple[list[int], list[float]]
+SampledTokens = tuple[list[int], list[float]]
 """A rollout's token ids, and the log-probability of each under the distribution that it was drawn from."""
 
 
@@ -81,15 +81,15 @@ class VLLMSampler:
     dtype: str | None = None  # that vLLM computes in
 
     def __init__(self, trainer: Any):
-        model = scoring.unwrapped(trainer.model)
+        model = scoring.unwrap_model(trainer.model)
         if getattr(scoring.causal_lm(model), "is_quantized", False):
             raise InputError(conflict(Feature.VLLM, Feature.QUANTIZED))
         self.lora = model.peft_config[model.active_adapter] if isinstance(model, peft.PeftModel) else None
         if self.lora:
-            max_rank(self.lora)
+            max_lora_rank(self.lora)
         self.trainer = trainer
         self.options = trainer.rollout_options
-        self.sampling = sampling(trainer)
+        self.sampling = sampling_parameters(trainer)
         self.count = 0
         self.sent = 0  # what was written, and how often vLLM got the policy
         self.adapter: Any = None
@@ -111,7 +111,7 @@ class VLLMSampler:
         if self.sent == 0:
             self._open()
             if self.lora:
-                self._send(scrambled_adapter)
+                self._send(scramble_adapter_weight)
                 self._check_otherwise()
         self._send()
         self.sent += 1
@@ -136,7 +136,7 @@ class VLLMSampler:
                 f"{mean:.2g} on average, and rounding in {dtype} by {rounding:g} at most. {self._likely()}"
             )
         said = "vLLM has the student's weights: log-probabilities of %d tokens differ by %.1e at most (%s)"
-        logger.info(said, PROBES * PROBE_TOKENS, most, dtype)
+        logger.info(said, PROBE_PROMPTS * PROBE_TOKENS, most, dtype)
 
     def _check_otherwise(self) -> None:
         """Raises InputError where vLLM has the student's model in spite of a scrambled adapter. All ranks call it."""
@@ -153,11 +153,11 @@ class VLLMSampler:
         """
         trainer = self.trainer
         inner = scoring.causal_lm(self.trainer.model)
-        draw = some_ids(inner)
+        draw = example_ids(inner)
         size = min(trainer.vocabulary, inner.config.get_text_config().vocab_size)
-        prompts = [[token % size for token in draw(PROBE_TOKENS)] for _ in range(PROBES)]
+        prompts = [[token % size for token in draw(PROBE_TOKENS)] for _ in range(PROBE_PROMPTS)]
         with rollout.forked(trainer.accelerator.device):  # an engine in this process may draw
-            groups = self._agreed(lambda: self._sample(prompts, 1, [*range(PROBES)], PROBE_TOKENS))
+            groups = self._agreed(lambda: self._sample(prompts, 1, [*range(PROBE_PROMPTS)], PROBE_TOKENS))
         ids, logps = zip(*(group[0] for group in groups), strict=True)
         examples = [Example(prompt, [Branch(answer)]) for prompt, answer in zip(prompts, ids, strict=True)]
         batch = trainer._prepare_inputs(trainer.data_collator.lay_out(examples))
@@ -165,12 +165,12 @@ class VLLMSampler:
         model = trainer.model_wrapped
         with torch.no_grad(), scoring.eval_mode(model), trainer.accelerator.autocast():
             values = scoring.score(model, batch, tile).value.float()
-        ours = torch.cat([values[batch.owner == number] for number in range(PROBES)]).cpu()
+        ours = torch.cat([values[batch.owner == number] for number in range(PROBE_PROMPTS)]).cpu()
         gap = (ours - torch.tensor([logp for answer in logps for logp in answer])).abs()
         found = gather_object([(gap.mean().item(), gap.max().item())])  # each rank may have its own engine
         # the coarser of both sides
-        dtype = max(self.dtype or "bfloat16", computed_in(trainer), key=lambda name: ROUNDING[name])
-        return found, ROUNDING[dtype], dtype
+        dtype = max(self.dtype or "bfloat16", compute_dtype(trainer), key=lambda name: LOGP_TOLERANCE[name])
+        return found, LOGP_TOLERANCE[dtype], dtype
 
     def _likely(self) -> str:
         """Why vLLM may have another model."""
@@ -189,22 +189,22 @@ class VLLMSampler:
 
         Raises ServerError, and RuntimeError for an id that no rollout may have.
         """
-        groups = self._agreed(partial(self._sample, prompts, n, seeds_of(prompts, seed), max_new_tokens))
+        groups = self._agreed(partial(self._sample, prompts, n, prompt_seeds(prompts, seed), max_new_tokens))
         rollouts = [ids for group in groups for ids, _ in group]
         if not all(rollouts):
             raise RuntimeError("vLLM gave an empty rollout: see its log")
         if rollouts and max(map(max, rollouts)) >= self.trainer.vocabulary:
             raise RuntimeError("vLLM drew an id of the vocabulary's padding: set sampler: policy")
         ends = self.trainer.terminal_ids
-        return [[Completion(ids, logps, finished(ids, ends)) for ids, logps in group] for group in groups]
+        return [[Completion(ids, logps, is_finished(ids, ends)) for ids, logps in group] for group in groups]
 
-    def _agreed(self, sample: Any) -> list[list[Sampled]]:
+    def _agreed(self, sample: Any) -> list[list[SampledTokens]]:
         """What `sample` gives, on each rank."""
         return sample()
 
     def _sample(
         self, prompts: Sequence[Sequence[int]], n: int, seeds: list[int], max_new_tokens: int
-    ) -> list[list[Sampled]]:
+    ) -> list[list[SampledTokens]]:
         """Return token ids with their log-probabilities, [prompts][n]."""
         raise NotImplementedError
 
@@ -217,7 +217,7 @@ class VLLMSampler:
         self.count += 1
         first = self.trainer.is_world_process_zero()
         folder = self.folder / str(self.count)
-        adapter = scoring.unwrapped(self.trainer.model).active_adapter if self.lora else "default"
+        adapter = scoring.unwrap_model(self.trainer.model).active_adapter if self.lora else "default"
         place = folder if adapter == "default" else folder / adapter  # as PEFT has it
         if self.lora:
             self.trainer.save_model(str(folder), _internal_call=True)
@@ -226,7 +226,7 @@ class VLLMSampler:
             if first and change:
                 weights = {name: change(name, weight) for name, weight in load_file(file).items()}
         else:
-            weights = whole_weights_on_first(self.trainer, self.dtype, change)
+            weights = gather_weights_on_first_rank(self.trainer, self.dtype, change)
             file = place / "model.safetensors"
 
         def write() -> None:
@@ -244,18 +244,18 @@ class VLLMSampler:
             shutil.rmtree(self.folder / str(number), ignore_errors=True)
 
 
-def computed_in(trainer: TrainerInterface) -> str:
+def compute_dtype(trainer: TrainerInterface) -> str:
     """The dtype of the policy's products, by torch's name."""
     own = str(scoring.causal_lm(trainer.model).dtype).removeprefix("torch.")
     return {"bf16": "bfloat16", "fp16": "float16"}.get(trainer.accelerator.mixed_precision, own)
 
 
-def seeds_of(prompts: Sequence[Any], seed: Sequence[int]) -> list[int]:
+def prompt_seeds(prompts: Sequence[Any], seed: Sequence[int]) -> list[int]:
     """A seed for each prompt, of 62 bits, since vLLM adds the number of the rollout to it."""
     return [rollout.mix_seed(*seed, number) >> 2 for number in range(len(prompts))]
 
 
-def sampling(trainer: Any) -> dict[str, Any]:
+def sampling_parameters(trainer: Any) -> dict[str, Any]:
     """How vLLM samples from exactly the distribution that is scored: names of SamplingParams and of the server alike.
 
     Raises InputError where more ids must never be drawn than vLLM can be told.
@@ -263,15 +263,15 @@ def sampling(trainer: Any) -> dict[str, Any]:
     options = trainer.rollout_options
     size = scoring.causal_lm(trainer.model).config.get_text_config().vocab_size
     padding = range(trainer.vocabulary, size)
-    if len(padding) > _MOST_BIASED:
+    if len(padding) > _MAX_LOGIT_BIASES:
         lacks = f"the vocabulary has {len(padding)} ids that stand for no token, or that the teacher lacks"
-        raise InputError(f"{lacks}, and vLLM can be kept from drawing {_MOST_BIASED}: set sampler: policy")
+        raise InputError(f"{lacks}, and vLLM can be kept from drawing {_MAX_LOGIT_BIASES}: set sampler: policy")
     return {
         "temperature": options.temperature,
         **PLAIN,
         "stop_token_ids": trainer.terminal_ids,
         "ignore_eos": True,  # ours alone, and they stay in the rollout
-        "logit_bias": {token: _NEVER for token in padding} or None,
+        "logit_bias": {token: _EXCLUDED_TOKEN_BIAS for token in padding} or None,
     }
 
 
@@ -284,11 +284,11 @@ def check_installed(sampler: Any) -> None:
         raise InputError("sampler: vllm_colocate requires the package vllm: pip install vllm, or use vllm_server")
 
 
-def max_rank(config: Any) -> int:
+def max_lora_rank(config: Any) -> int:
     """The max_lora_rank that an adapter needs. Raises InputError for what vLLM cannot serve: it takes plain LoRA."""
     if config.peft_type != peft.PeftType.LORA:
         raise InputError(f"vLLM serves LoRA, not {config.peft_type.value}. Use LoRA, or sampler: policy")
-    odd = [name for name in _BEYOND_LORA if getattr(config, name, None)]
+    odd = [name for name in _UNSUPPORTED_LORA_OPTIONS if getattr(config, name, None)]
     odd += ["bias"] if config.bias != "none" else []
     odd += ["init_lora_weights"] if config.init_lora_weights not in _INITIALISATIONS else []
     if odd:
@@ -296,6 +296,6 @@ def max_rank(config: Any) -> int:
         how = "name target_modules without experts" if odd[0] == "target_parameters" else "drop it"
         raise InputError(f"vLLM cannot serve LoRA with {odd[0]}={given!r}: {how}, or use sampler: policy")
     rank = max([config.r, *(config.rank_pattern or {}).values()])
-    if rank > _RANKS[-1]:
-        raise InputError(f"vLLM serves LoRA up to rank {_RANKS[-1]}, not {rank}: lower it")
-    return next(allowed for allowed in _RANKS if allowed >= rank)
+    if rank > _LORA_RANKS[-1]:
+        raise InputError(f"vLLM serves LoRA up to rank {_LORA_RANKS[-1]}, not {rank}: lower it")
+    return next(allowed for allowed in _LORA_RANKS if allowed >= rank)

@@ -11,8 +11,8 @@ from ..engines import engine, sharded
 from ..generation import rollout
 from ..models.hub_weights import hub_weights, named_weights
 from ..scoring import forward as scoring
-from .vllm import Sampled, VLLMSampler, computed_in, max_rank
-from .weight_sync import scrambled
+from .vllm import SampledTokens, VLLMSampler, compute_dtype, max_lora_rank
+from .weight_sync import scramble_weight
 
 
 class VLLMInProcessSampler(VLLMSampler):
@@ -25,7 +25,7 @@ class VLLMInProcessSampler(VLLMSampler):
         changes, is sent now.
         """
         self.llm = self._start()
-        self._give_weights(scrambled)
+        self._give_weights(scramble_weight)
         if self.lora:
             self._give_weights()
 
@@ -61,8 +61,8 @@ class VLLMInProcessSampler(VLLMSampler):
         accelerator.wait_for_everyone()
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process, where the weights are
         lengths = trainer.args.max_length, getattr(inner.config.get_text_config(), "max_position_embeddings", None)
-        self.dtype = computed_in(trainer)
-        lora = {"enable_lora": True, "max_lora_rank": max_rank(self.lora)} if self.lora else {}
+        self.dtype = compute_dtype(trainer)
+        lora = {"enable_lora": True, "max_lora_rank": max_lora_rank(self.lora)} if self.lora else {}
         with rollout.seeded(accelerator.device, trainer.args.seed):  # vLLM seeds the process
             return LLM(
                 model=str(place),
@@ -86,7 +86,7 @@ class VLLMInProcessSampler(VLLMSampler):
 
     def _sample(
         self, prompts: Sequence[Sequence[int]], n: int, seeds: list[int], max_new_tokens: int
-    ) -> list[list[Sampled]]:
+    ) -> list[list[SampledTokens]]:
         from vllm import SamplingParams
 
         if not prompts:
@@ -96,13 +96,13 @@ class VLLMInProcessSampler(VLLMSampler):
         how = [SamplingParams(**shared, seed=seed) for seed in seeds]
         with torch.autocast(self.trainer.args.device.type, enabled=False):  # evaluation is inside the policy's
             outputs = self.llm.generate(given, how, use_tqdm=False, lora_request=self.adapter)
-        return [[_of_engine(one) for one in output.outputs] for output in outputs]
+        return [[_tokens_and_logps(one) for one in output.outputs] for output in outputs]
 
     def _likely(self) -> str:
         return "vLLM computes this architecture otherwise, or did not take all weights: set rollout: transformers"
 
 
-def _of_engine(output: Any) -> Sampled:
+def _tokens_and_logps(output: Any) -> SampledTokens:
     """A completion of vLLM's engine."""
     ids = list(output.token_ids)
     return ids, [given[token].logprob for token, given in zip(ids, output.logprobs, strict=True)]

@@ -20,11 +20,11 @@ from ..trainer.interface import TrainerInterface
 from .completion import Completion
 from .options import VLLMServerOptions
 from .prefetching import PrefetchedRollouts
-from .vllm import Sampled, VLLMSampler, max_rank, seeds_of
-from .weight_sync import has_tied_head, scrambled
+from .vllm import SampledTokens, VLLMSampler, max_lora_rank, prompt_seeds
+from .weight_sync import has_tied_head, scramble_weight
 
 logger = logging.getLogger(__name__)
-_NEEDS = {
+_REQUIREMENTS = {
     "/collective_rpc": "set VLLM_SERVER_DEV_MODE=1 in the server's environment, so that it takes weights",
     "/reset_prefix_cache": "set VLLM_SERVER_DEV_MODE=1 in the server's environment",
     "/v1/load_lora_adapter": "start the server with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1",
@@ -40,8 +40,8 @@ class VLLMServerSampler(VLLMSampler):
 
     def __init__(self, trainer: TrainerInterface):
         super().__init__(trainer)
-        self.card = card = together(lambda: check(self.options, self.lora, trainer.args.max_length))
-        self.server = _server(self.options)
+        self.card = card = together(lambda: check_server(self.options, self.lora, trainer.args.max_length))
+        self.server = _make_server(self.options)
         self.model = card["id"]
         base = scoring.causal_lm(trainer.model).name_or_path
         self.dtype = card.get("dtype")
@@ -58,7 +58,7 @@ class VLLMServerSampler(VLLMSampler):
     def _open(self) -> None:
         """Send scrambled weights; the base of a LoRA policy is the server's own."""
         if not self.lora:
-            self._send(scrambled)
+            self._send(scramble_weight)
 
     def _send(self, change: Any = None) -> None:
         """The server reads the weights, or the adapter under a new name, from a folder. Raises ServerError."""
@@ -94,7 +94,7 @@ class VLLMServerSampler(VLLMSampler):
         """Which start of the server this is, where it tells."""
         return (self.server.settings() or {}).get("instance_id") if "process" in self.card else None
 
-    def _agreed(self, sample: Any) -> list[list[Sampled]]:
+    def _agreed(self, sample: Any) -> list[list[SampledTokens]]:
         """What `sample` gives; where the server has started again meanwhile, once more with the weights sent anew."""
         first = self.trainer.is_world_process_zero()
         for _ in range(2):
@@ -118,7 +118,7 @@ class VLLMServerSampler(VLLMSampler):
     def prefetch(self, prompts: Sequence[Sequence[int]], n: int, max_new_tokens: int, seed: Sequence[int]) -> None:
         """Sample in the background, by the current weights, what a later `sample` of the same returns."""
         assert self.prefetched is not None
-        sample = partial(self._sample, prompts, n, seeds_of(prompts, seed), max_new_tokens)
+        sample = partial(self._sample, prompts, n, prompt_seeds(prompts, seed), max_new_tokens)
         self.prefetched.begin((prompts, n, seed, max_new_tokens), sample, self.process)
 
     def _check(self) -> None:
@@ -138,12 +138,12 @@ class VLLMServerSampler(VLLMSampler):
 
     def _sample(
         self, prompts: Sequence[Sequence[int]], n: int, seeds: list[int], max_new_tokens: int
-    ) -> list[list[Sampled]]:
+    ) -> list[list[SampledTokens]]:
         """Send a request for each prompt, since each has its own seed; vLLM batches what is open."""
         model = self.adapter or self.model
         shared = self.sampling | {"n": n, "max_tokens": max_new_tokens, "logprobs": 0, "model": model}
 
-        def ask(number: int) -> list[Sampled]:
+        def ask(number: int) -> list[SampledTokens]:
             choices = self.server.complete(shared | {"seed": seeds[number]}, prompts[number])
             return [(choice["token_ids"], choice["logprobs"]["token_logprobs"]) for choice in choices]
 
@@ -183,22 +183,22 @@ def runs_as_this_user(url: str) -> bool:
 # ---- what is refused
 
 
-def check(options: Any, peft_config: PeftConfig | None = None, max_length: int | None = None) -> dict[str, Any]:
+def check_server(options: Any, peft_config: PeftConfig | None = None, max_length: int | None = None) -> dict[str, Any]:
     """What the server, if there is one, says of itself: id, root (a name or folder) and max_model_len of its model; in
     development mode also dtype, logprobs_mode, load_format and its process.
 
     Raises InputError for a server that cannot be asked, takes fewer tokens than max_length, or cannot do what is
     needed, and for an adapter that vLLM cannot serve.
     """
-    rank = None if peft_config is None else max_rank(peft_config)
+    rank = None if peft_config is None else max_lora_rank(peft_config)
     if not isinstance(options.sampler, VLLMServerOptions):
         return {}
     with as_server_error():
-        return _checked(_server(options), options, rank, max_length)
+        return _check_reported_settings(_make_server(options), options, rank, max_length)
 
 
-def _checked(server: Server, options: Any, rank: int | None, max_length: int | None) -> dict[str, Any]:
-    """`check` of a server that serves an adapter of this rank, None for whole weights."""
+def _check_reported_settings(server: Server, options: Any, rank: int | None, max_length: int | None) -> dict[str, Any]:
+    """`check_server` of a server that serves an adapter of this rank, None for whole weights."""
     card = server.card()
     told = server.settings()
     longest = card.get("max_model_len") or math.inf  # others than vLLM may not say
@@ -227,5 +227,5 @@ def _checked(server: Server, options: Any, rank: int | None, max_length: int | N
     }
 
 
-def _server(options: Any) -> Server:
-    return Server(options.sampler.base_url, "sampler.base_url", _NEEDS)
+def _make_server(options: Any) -> Server:
+    return Server(options.sampler.base_url, "sampler.base_url", _REQUIREMENTS)

@@ -11,7 +11,7 @@ from ..scoring import forward as scoring
 from ..trainer.interface import TrainerInterface
 
 
-def whole_weights_on_first(trainer: TrainerInterface, dtype: str | None, change: Any = None) -> dict[str, Tensor]:
+def gather_weights_on_first_rank(trainer: TrainerInterface, dtype: str | None, change: Any = None) -> dict[str, Tensor]:
     """The policy's weights in the hub's format on CPU, in `dtype` (None: their own), on the first rank; others get
     none. Never more than one of them is whole on a GPU. All ranks call it. change: (name, weight) -> another.
     """
@@ -27,12 +27,12 @@ def whole_weights_on_first(trainer: TrainerInterface, dtype: str | None, change:
         return hub_weights(scoring.causal_lm(trainer.model_wrapped), found) if first else {}
 
 
-def scrambled(name: str, weight: Tensor) -> Tensor:
+def scramble_weight(name: str, weight: Tensor) -> Tensor:
     """Other values of the same size, so that a model with one such weight is another model."""
     return weight.roll(1, 0) + 0.05 if weight.dim() and weight.is_floating_point() else weight
 
 
-def scrambled_adapter(name: str, weight: Tensor) -> Tensor:
+def scramble_adapter_weight(name: str, weight: Tensor) -> Tensor:
     """Of a LoRA adapter the second matrices, which are 0 in a new one, far from that."""
     return weight.roll(1, 0) + 0.5 if "lora_B" in name else weight
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from ..capabilities import Feature
 from ..data.row_schema import RowKind
-from ..errors import InputError, nearest, shown
+from ..errors import InputError, name_hint, short_repr
 from ..options import option
 from ..rollouts.options import SAMPLERS, sampler_problems, uses_vllm
 from ..trainer.limits import COUNT, NOT_NEGATIVE, Problem
@@ -87,7 +87,7 @@ class RoundsSection:
         return found
 
 
-def expand(given: Any) -> Any:
+def expand_rounds(given: Any) -> Any:
     """`rounds: 3` and `judge: exact_match` as the mappings that they stand for; anything else as it is."""
     if isinstance(given, int) and not isinstance(given, bool):
         return {"count": given}
@@ -100,14 +100,14 @@ def make_section(given: Any) -> RoundsSection:
     """A section from what Python gives: a number of rounds, a mapping, or a section."""
     if isinstance(given, RoundsSection):
         return given
-    options = _checked(_renamed(expand(given)), RoundsSection, "rounds")
+    options = _check_keys(_with_new_names(expand_rounds(given)), RoundsSection, "rounds")
     for name, kind in (("judge", JudgeSection), ("pair", PairSection)):
         if not isinstance(options.get(name), kind):
-            options[name] = kind(**_checked(options.get(name, {}), kind, f"rounds.{name}"))
+            options[name] = kind(**_check_keys(options.get(name, {}), kind, f"rounds.{name}"))
     return RoundsSection(**options)
 
 
-def _renamed(given: Any) -> Any:
+def _with_new_names(given: Any) -> Any:
     """Return the options with their new names, and warn of old ones."""
     if not isinstance(given, Mapping):
         return given
@@ -117,13 +117,13 @@ def _renamed(given: Any) -> Any:
     return options
 
 
-def _checked(given: Any, section: Any, where: str) -> dict[str, Any]:
+def _check_keys(given: Any, section: Any, where: str) -> dict[str, Any]:
     """The options of a section. Raises InputError for what has none, and for one that does not exist."""
     if not isinstance(given, Mapping):
-        raise InputError(f"{where}: {shown(given)} is neither a mapping of its keys nor a short form of one")
+        raise InputError(f"{where}: {short_repr(given)} is neither a mapping of its keys nor a short form of one")
     fields = [field.name for field in dataclasses.fields(section)]
     if unknown := next((name for name in given if name not in fields), None):
-        raise InputError(f"{where}: there is no {unknown!r}{nearest(unknown, fields)}")
+        raise InputError(f"{where}: there is no {unknown!r}{name_hint(unknown, fields)}")
     return dict(given)
 
 
@@ -140,7 +140,7 @@ def rounds_problems(rounds: RoundsSection, kind: RowKind) -> Iterator[Problem]:
         yield ("temperature",), "temperature: 0 gives the same answer each time: set it above 0"
     for names, said in pair_problems(rounds.pair, kind):
         yield tuple(f"pair.{name}" for name in names), f"pair.{said}"
-    yield from _out_of_range(rounds, kind)
+    yield from _range_problems(rounds, kind)
     for names, said in judge_problems(rounds.judge):
         yield tuple(f"judge.{name}" for name in names), f"judge.{said}"
 
@@ -157,7 +157,7 @@ def rounds_features(rounds: RoundsSection) -> dict[Feature, str]:
     return features
 
 
-def _out_of_range(rounds: RoundsSection, kind: RowKind) -> Iterator[Problem]:
+def _range_problems(rounds: RoundsSection, kind: RowKind) -> Iterator[Problem]:
     """Thresholds and margins that no score reaches, of judges whose scores are from 0 to 1."""
     by = rounds.judge.by
     pair = rounds.pair
@@ -166,19 +166,19 @@ def _out_of_range(rounds: RoundsSection, kind: RowKind) -> Iterator[Problem]:
     if pair.threshold is not None and not 0 < pair.threshold <= 1:
         problem = f"pair.threshold={pair.threshold:g}: scores of {by} are from 0 to 1: set it above 0 and up to 1"
         yield ("pair.threshold",), problem
-    good = good_from(pair, by)
+    good = resolve_threshold(pair, by)
     most = max(good, 1 - good) if kind.labelled and good is not None else 1
     if pair.margin > most:
         problem = f"pair.margin={pair.margin:g}: scores of {by} are from 0 to 1: set it to {most:g} at most"
         yield ("pair.margin",), problem
 
 
-def good_from(pair: PairSection, judge: str) -> float | None:
+def resolve_threshold(pair: PairSection, judge: str) -> float | None:
     """The score from which an answer is good. judge: the `by` of a JudgeSection."""
     return 0.5 if pair.threshold is None and judge == "exact_match" else pair.threshold
 
 
-def rounds_in(rounds: RoundsSection, steps: int) -> int:
+def number_of_rounds(rounds: RoundsSection, steps: int) -> int:
     """How many rounds over all prompts a run has in so many optimizer steps, of which each takes one at least."""
     return min(rounds.count or 1, steps)
 

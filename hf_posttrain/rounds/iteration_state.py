@@ -14,8 +14,8 @@ from pyarrow import parquet
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..trainer.output_dir import write_json
-from .config import rounds_in
-from .iteration_log import SUMMARY
+from .config import number_of_rounds
+from .iteration_log import SUMMARY_FILE
 from .sample_and_judge import FOLDER
 
 logger = logging.getLogger(__name__)
@@ -70,13 +70,13 @@ class Round(TrainerCallback):
     ) -> None:
         """Write what a checkpoint tells of its rounds: the folder may be another, or have been that of a new run."""
         count = None if self.trainer.longest else self.trainer.section.count  # a probe has one step
-        if count and (taken := rounds_in(self.trainer.section, state.max_steps)) < count:
+        if count and (taken := number_of_rounds(self.trainer.section, state.max_steps)) < count:
             logger.warning("rounds.count: %d rounds, and not %d: the run has no more steps", taken, count)
         if args.should_save and not state.global_step:
             for file in Path(self.trainer.args.output_dir, FOLDER).glob("*.json*"):  # of an earlier run, but no pieces
                 file.unlink()
         if args.should_save:
-            summary = Path(self.trainer.args.output_dir, FOLDER, SUMMARY)
+            summary = Path(self.trainer.args.output_dir, FOLDER, SUMMARY_FILE)
             if self.told:
                 write_json(summary, self.told)
             else:

@@ -41,21 +41,21 @@ from ..data.prepare import prepare, prompt_key, typed_rows
 from ..data.row_schema import PROMPTS
 from ..errors import InputError
 from ..generation.completions_client import ServerError
-from ..models.load import drawable_ids
+from ..models.load import sampling_vocab_size
 from ..models.score_cache import score_rows
 from ..rollouts import vllm
 from ..rollouts.interface import SamplingInterface
 from ..rollouts.policy_sampler import synchronise
 from ..scoring.forward import causal_lm
-from ..scoring.layouts import share_out
+from ..scoring.layouts import balance_groups
 from ..trainer.base import PostTrainer
 from ..trainer.config import PostTrainConfig
-from .config import RoundsSection, good_from, make_section, rounds_features, rounds_in, rounds_problems
-from .iteration_log import record, summarise
+from .config import RoundsSection, make_section, number_of_rounds, resolve_threshold, rounds_features, rounds_problems
+from .iteration_log import log_round, summarise
 from .iteration_state import Round
 from .judges import make_judge
 from .pairing import SelectedRows, pair_up
-from .sample_and_judge import RoundFiles, RoundInterrupted, ScoredCompletions, draw, pieces_of
+from .sample_and_judge import RoundFiles, RoundInterrupted, ScoredCompletions, round_files, sample_and_judge
 
 logger = logging.getLogger(__name__)
 EVALUATION = 2**31
@@ -84,7 +84,7 @@ def in_rounds(trainer_class: Any, section: Any) -> Any:
     return made
 
 
-def with_section(args: Any, section: RoundsSection) -> Any:
+def config_for_rounds(args: Any, section: RoundsSection) -> Any:
     """A copy of a method's Config that describes all rounds; the Config itself where it is one already. Raises
     InputError for what does not go with rounds.
     """
@@ -136,7 +136,7 @@ class InRounds(PostTrainer, SamplingInterface):
 
     def __init__(self, model: nn.Module | str | None = None, args: Any = None, *rest: Any, **kwargs: Any):
         section = self.section
-        args = with_section(args or self.config_class(output_dir="outputs"), section)
+        args = config_for_rounds(args or self.config_class(output_dir="outputs"), section)
         if kwargs.get("compute_metrics") is not None:
             raise InputError("compute_metrics: in rounds an evaluation samples, and has no predictions: drop it")
         vllm.check_installed(section)
@@ -149,7 +149,7 @@ class InRounds(PostTrainer, SamplingInterface):
             raise InputError(conflict(Feature.ROUNDS, Feature.STREAM))
         images = {Feature.IMAGES: "images"} if self.data_collator.pictures else {}
         check_features(rounds_features(section) | images)
-        self.vocabulary = drawable_ids(self.tokenizer, causal_lm(self.model).config)
+        self.vocabulary = sampling_vocab_size(self.tokenizer, causal_lm(self.model).config)
         self.rollout_options = section
         self.sampler = section.sampler.load()(self)
         self.judge = make_judge(section.judge, self.tokenizer, self.args.device)
@@ -201,7 +201,7 @@ class InRounds(PostTrainer, SamplingInterface):
         """The number of the round that optimizer step `step` belongs to, from 0 on."""
         if self.section.steps:
             return step // self.section.steps
-        return step * rounds_in(self.section, self.state.max_steps) // self.state.max_steps
+        return step * number_of_rounds(self.section, self.state.max_steps) // self.state.max_steps
 
     def steps_of(self, number: int) -> range:
         """The optimizer steps of a round."""
@@ -209,7 +209,7 @@ class InRounds(PostTrainer, SamplingInterface):
             first = number * self.section.steps
             end = (number + 1) * self.section.steps
             return range(first, min(end, self.state.max_steps))
-        count = rounds_in(self.section, self.state.max_steps)
+        count = number_of_rounds(self.section, self.state.max_steps)
         return range(*(-(-n * self.state.max_steps // count) for n in (number, number + 1)))
 
     def next_window(self, epoch_iterator: Iterator[MicroBatch], count: int) -> list[MicroBatch]:
@@ -230,7 +230,7 @@ class InRounds(PostTrainer, SamplingInterface):
         self.round.order = self.round.order or self._deal()
         chosen = self.round.order[step - self.steps_of(self.round.number).start]
         sizes = [len(part) for part in np.array_split(chosen, self.accelerator.num_processes * count)]
-        parts = share_out([int(self.round.tokens[n]) for n in chosen], sizes)
+        parts = balance_groups([int(self.round.tokens[n]) for n in chosen], sizes)
         first = self.accelerator.process_index * count
         return [self._micro_batch([int(chosen[n]) for n in sorted(part)]) for part in parts[first : first + count]]
 
@@ -244,7 +244,7 @@ class InRounds(PostTrainer, SamplingInterface):
         """A row that can be laid out and scored."""
         if len(self.round.rows):
             return self.round.rows[0]
-        made = made_row(self.train_dataset[0], self.method, [self.terminal_ids[:1]] * len(self.method.rows.answers))
+        made = make_row(self.train_dataset[0], self.method, [self.terminal_ids[:1]] * len(self.method.rows.answers))
         return made | ({"ref_logps": [0.0] * max(2, len(self.method.rows.answers))} if self.reference_moves else {})
 
     def set_rows(self, number: int, rows: datasets.Dataset) -> None:
@@ -295,9 +295,9 @@ class InRounds(PostTrainer, SamplingInterface):
             synchronise(self)
             seed = self.args.seed, number
             # online a round is as short as a step: it is drawn again
-            pieces = RoundFiles(None) if section.steps else pieces_of(self, prompts, *seed)
+            pieces = RoundFiles(None) if section.steps else round_files(self, prompts, *seed)
             self.round.drawn = pieces.folder
-            judged = draw(self, prompts, seed, f"round {number + 1}: answers", pieces)
+            judged = sample_and_judge(self, prompts, seed, f"round {number + 1}: answers", pieces)
             rows, paired = self._make_rows(prompts, judged)
             if not len(rows) and not number and section.count:
                 reasons = ", ".join(f"{count} prompts: {reason}" for reason, count in paired.left_out.most_common())
@@ -306,7 +306,7 @@ class InRounds(PostTrainer, SamplingInterface):
                 rows = self._scored(rows)
             self.set_rows(number, rows)
             self.round.drawn = None
-            record(self, prompts, judged, paired, time.perf_counter() - began)
+            log_round(self, prompts, judged, paired, time.perf_counter() - began)
         if not len(rows) and section.count:
             logger.warning("round %d gives no row to train on: training ends", number + 1)
             self.rows_ran_out = self.control.should_training_stop = True
@@ -334,11 +334,11 @@ class InRounds(PostTrainer, SamplingInterface):
         stopped = [[ids[-1] in self.terminal_ids for ids in one.answers] for one in judged]
         # what is nothing but its end is empty
         answers = [[() if ids[0] in self.terminal_ids else tuple(ids) for ids in one.answers] for one in judged]
-        threshold = good_from(section.pair, section.judge.by)
+        threshold = resolve_threshold(section.pair, section.judge.by)
         paired = pair_up(kind, answers, [one.scores for one in judged], stopped, section.pair, threshold)
         made: list[dict[str, Any]] = []
         for prompt, one, rows in zip(prompts, judged, paired.rows, strict=True):
-            chosen = [made_row(prompt, self.method, [one.answers[n] for n in row.answers], row.label) for row in rows]
+            chosen = [make_row(prompt, self.method, [one.answers[n] for n in row.answers], row.label) for row in rows]
             for row in planned_rows(prompt, self.method, section) if self.longest else chosen:
                 key = prompt_key(prompt["prompt_ids"], prompt.get("images") or ())
                 made.append({"images": None, **row, "prompt_key": key, "index": len(made)})
@@ -376,11 +376,11 @@ class InRounds(PostTrainer, SamplingInterface):
         """As PostTrainer has it: answers to the prompts are sampled and judged, the same draws at each evaluation."""
         synchronise(self)
         rows = dataloader.dataset
-        judged = draw(self, rows, (self.args.seed, EVALUATION), "evaluation: answers", RoundFiles(None))
+        judged = sample_and_judge(self, rows, (self.args.seed, EVALUATION), "evaluation: answers", RoundFiles(None))
         return EvalLoopOutput(None, None, {}, len(rows)), summarise(judged, self.terminal_ids)  # type: ignore[arg-type]
 
 
-def made_row(
+def make_row(
     prompt: dict[str, Any], method: Any, answers: Sequence[list[int]], label: bool | None = True
 ) -> dict[str, Any]:
     """A prepared row of a prompt and as many answers as the method's rows have."""
@@ -395,4 +395,4 @@ def planned_rows(prompt: dict[str, Any], method: Any, section: RoundsSection) ->
     count = section.num_generations if several else 2 if method.rows.labelled else 1
     count = count * (count - 1) // 2 if several and method.rows.paired else count
     longest = [[0] * section.max_completion_length] * len(method.rows.answers)
-    return [made_row(prompt, method, longest)] * count
+    return [make_row(prompt, method, longest)] * count

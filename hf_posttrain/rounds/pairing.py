@@ -48,18 +48,18 @@ def pair_up(
 ) -> SelectedRows:
     """Rows of `kind` from the answers of each prompt: texts or ids, their scores, and whether they ended by themselves.
 
-    Of equal answers the first is taken. threshold: `good_from`.
+    Of equal answers the first is taken. threshold: `resolve_threshold`.
     """
     found = SelectedRows()
     for own, values, ended in zip(answers, scores, stopped, strict=True):
-        rows, reason = _of_prompt(kind, own, values, ended, pair, threshold)
+        rows, reason = _select_rows(kind, own, values, ended, pair, threshold)
         found.rows.append(rows)
         if reason:
             found.left_out[reason] += 1
     return found
 
 
-def _of_prompt(
+def _select_rows(
     kind: RowKind,
     answers: Sequence[Hashable],
     scores: Sequence[float | None],

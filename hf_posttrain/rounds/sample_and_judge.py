@@ -18,19 +18,19 @@ from ..generation import rollout
 from ..generation.completions_client import ServerError
 from ..models.score_cache import rows_key, weights_key
 from ..monitoring.progress import TaskProgress
-from ..scoring.forward import unwrapped
+from ..scoring.forward import unwrap_model
 from ..scoring.layouts import Prompt
 from ..trainer.output_dir import write_json
 from .config import RoundsSection
-from .judges.question import question_of
+from .judges.question import make_question
 
 logger = logging.getLogger(__name__)
 FOLDER = "_rounds"
 """In output_dir; by its first letter HF does not push it to the hub: it has the prompts."""
-PIECE = 64
-ONLINE_PIECE = 8
+CHUNK_SIZE = 64
+ONLINE_CHUNK_SIZE = 8
 """Prompts that are answered at once: random numbers depend on it, and not on the ranks. Online there are few."""
-SAMPLE = 64  # values of each weight that tell one policy from another
+WEIGHT_SAMPLE = 64  # values of each weight that tell one policy from another
 
 
 @dataclass
@@ -67,12 +67,12 @@ class RoundFiles:
             write_json(self.folder / f"{number}.json", [[one.answers, one.scores] for one in piece], indent=None)
 
 
-def pieces_of(trainer: Any, prompts: datasets.Dataset, *seed: int) -> RoundFiles:
+def round_files(trainer: Any, prompts: datasets.Dataset, *seed: int) -> RoundFiles:
     """Where the pieces of a round are. All ranks call it: the key has the policy's weights."""
     args = trainer.args
     options = trainer.rollout_options
-    weights = weights_key(unwrapped(trainer.model).state_dict(keep_vars=True), sample=SAMPLE)
-    judge = agreed(trainer.judge.key)
+    weights = weights_key(unwrap_model(trainer.model).state_dict(keep_vars=True), sample=WEIGHT_SAMPLE)
+    judge = raise_on_all_ranks(trainer.judge.key)
     key = [
         weights,
         rows_key(prompts, trainer),
@@ -88,7 +88,7 @@ def pieces_of(trainer: Any, prompts: datasets.Dataset, *seed: int) -> RoundFiles
     return RoundFiles(Path(args.output_dir, FOLDER, f"pieces-{name}"))
 
 
-def draw(
+def sample_and_judge(
     trainer: Any, prompts: datasets.Dataset, seed: Sequence[int], title: str, pieces: RoundFiles
 ) -> list[ScoredCompletions]:
     """Answers of the policy to each prompt, judged, on all ranks. All ranks call it.
@@ -102,7 +102,7 @@ def draw(
     world = accelerator.num_processes
     rank = accelerator.process_index
     count = trainer.rollout_options.num_generations
-    size = piece_size(trainer.rollout_options)
+    size = chunk_size(trainer.rollout_options)
     # 1. pieces that any rank has on its disk count as done; each is told by the first rank that has it
     mine = pieces.read()
     have = gather_object([sorted(mine)])
@@ -124,11 +124,11 @@ def draw(
                 sampled = trainer.sampler.sample([*map(Prompt.of, rows)], count, longest, of_piece)
             answers = [[completion.ids for completion in completions] for completions in sampled]
             questions = [
-                question_of(row, own, trainer.tokenizer, trainer.terminal_ids)
+                make_question(row, own, trainer.tokenizer, trainer.terminal_ids)
                 for row, own in zip(rows, answers, strict=True)
             ]
             # in the last lap a rank may have none, and no judge is asked about nothing
-            scores = agreed(partial(trainer.judge.score, questions) if questions else list)
+            scores = raise_on_all_ranks(partial(trainer.judge.score, questions) if questions else list)
             if number is not None:
                 mine[number] = [ScoredCompletions(*one) for one in zip(answers, scores, strict=True)]
                 pieces.write(number, mine[number])
@@ -138,12 +138,12 @@ def draw(
     return [one for _, piece in sorted(everyone.items()) for one in piece]
 
 
-def piece_size(section: RoundsSection) -> int:
+def chunk_size(section: RoundsSection) -> int:
     """Prompts of a piece."""
-    return ONLINE_PIECE if section.steps else PIECE
+    return ONLINE_CHUNK_SIZE if section.steps else CHUNK_SIZE
 
 
-def agreed(ask: Callable[[], Any]) -> Any:
+def raise_on_all_ranks(ask: Callable[[], Any]) -> Any:
     """What `ask` gives on each rank. Raises the InputError of any rank on all of them, which would wait for it."""
     found = None
     error = None

@@ -21,7 +21,7 @@ from transformers import Qwen3Config
 from hf_posttrain import DPOTrainer, SFTTrainer, run
 from hf_posttrain.check import check
 from hf_posttrain.check.plan import plan
-from hf_posttrain.check.probe import SPAN, sampled
+from hf_posttrain.check.probe import KL_SPAN, sample_rollouts
 from hf_posttrain.data import prepare
 from hf_posttrain.data.align import Aligner
 from hf_posttrain.errors import InputError
@@ -535,11 +535,13 @@ def test_activation_checkpointing_is_shown_as_a_run_chooses_it(asked, gib, expec
 def test_kl_by_position_is_that_of_full_logits(tmp_path):
     student, teacher = tiny_model(seed=0), tiny_model(seed=1)
     rows = token_rows("opd", 4)
-    trainer = trainer_for("opd", student, rows, tmp_path, second=teacher, max_completion_length=SPAN + 8, max_length=99)
+    trainer = trainer_for(
+        "opd", student, rows, tmp_path, second=teacher, max_completion_length=KL_SPAN + 8, max_length=99
+    )
     seen = []
     window = trainer.rollouts.window
     trainer.rollouts.window = lambda *args: seen.extend(window(*args)) or seen
-    found = sampled(trainer, trainer.train_dataset)
+    found = sample_rollouts(trainer, trainer.train_dataset)
     [batch] = seen
     by_position = {}
     for n in range(4):
@@ -548,7 +550,7 @@ def test_kl_by_position_is_that_of_full_logits(tmp_path):
         kl = (logps[0].exp() * (logps[0] - logps[1])).sum(-1)[document["start"] - 1 : -1]
         assert len(kl) in found.lengths
         for place, value in enumerate(kl.tolist()):
-            by_position.setdefault(place // SPAN, []).append(value)
+            by_position.setdefault(place // KL_SPAN, []).append(value)
     expected = [sum(values) / len(values) for _, values in sorted(by_position.items())]
     assert found.kl_by_position == pytest.approx(expected, rel=1e-4)
 
@@ -573,6 +575,6 @@ def test_a_processor_that_multiplies_bf16_is_named(has, given, said, folder, mon
     notes = [note for note in check(load_recipe("recipe.yaml", given)).notes if "train.bf16=true" in note]
     assert not notes  # so small a model is not quicker
     monkeypatch.setattr("hf_posttrain.check._WIDE", 1)
-    monkeypatch.setattr("hf_posttrain.scoring.cpu.multiplies_bf16", lambda: has)
+    monkeypatch.setattr("hf_posttrain.scoring.cpu.bf16_instructions", lambda: has)
     notes = [note for note in check(load_recipe("recipe.yaml", given)).notes if "train.bf16=true" in note]
     assert [f"this processor has {has}" in note for note in notes] == [True] * said

@@ -27,14 +27,14 @@ from vision_for_tests import config_of, pictures, processor_of
 
 from hf_posttrain.batching.micro_batch import MicroBatch
 from hf_posttrain.check import memory
-from hf_posttrain.check.auto_checkpointing import spare_checkpointing
+from hf_posttrain.check.auto_checkpointing import disable_unneeded_checkpointing
 from hf_posttrain.check.placement import (
-    QUANTISED,
+    QUANTIZED_BYTES,
     Engine,
     Shapes,
     Weights,
-    engine_of,
-    policy_on,
+    engine_from_file,
+    model_bytes,
     state_bytes,
 )  # fmt: skip
 from hf_posttrain.data.lengths import longest
@@ -67,30 +67,30 @@ FULL = Weights(frozen=0, trained=4000, numbers=1000, trained_numbers=1000, gathe
     ],
 )
 def test_bytes_of_full_training_on_four_devices(name, parameters, gradients, optimizer):
-    held = policy_on(Engine(name, 4), FULL, "adamw_torch_fused", mixed=True)
+    held = model_bytes(Engine(name, 4), FULL, "adamw_torch_fused", mixed=True)
     assert tuple(held.values()) == (parameters, gradients, optimizer, 0)
 
 
 def test_offloading_moves_bytes_to_the_host():
-    held = policy_on(Engine("zero3", 4, offload_optimizer=True, offload_params=True), FULL, "adamw_torch", mixed=True)
+    held = model_bytes(Engine("zero3", 4, offload_optimizer=True, offload_params=True), FULL, "adamw_torch", mixed=True)
     assert list(held) == ["parameters", "gradients", "optimizer", "host"]
     assert tuple(held.values()) == (200, 0, 0, 16000 / 4)  # on the device gathered layers alone
 
 
 def test_a_lora_base_is_cut_and_its_adapter_alone_is_trained():
     lora = Weights(frozen=2000, trained=40, numbers=1010, trained_numbers=10, gathered=100)  # bf16 base, float32 LoRA
-    assert tuple(policy_on(Engine("single"), lora, "adamw_torch", mixed=True).values()) == (2040, 40, 80, 0)
-    assert policy_on(Engine("fsdp2", 2), lora, "adamw_torch", mixed=True)["parameters"] == 2040 // 2 + 200
+    assert tuple(model_bytes(Engine("single"), lora, "adamw_torch", mixed=True).values()) == (2040, 40, 80, 0)
+    assert model_bytes(Engine("fsdp2", 2), lora, "adamw_torch", mixed=True)["parameters"] == 2040 // 2 + 200
 
 
 def test_a_frozen_model_is_cut_where_the_policy_is():
     frozen = Weights(frozen=4000, numbers=1000, gathered=100)
-    held = {n: policy_on(Engine(n, 4), frozen, "sgd", mixed=True) for n in ("ddp", "zero2", "zero3", "fsdp2")}
+    held = {n: model_bytes(Engine(n, 4), frozen, "sgd", mixed=True) for n in ("ddp", "zero2", "zero3", "fsdp2")}
     assert not any(each["gradients"] for each in held.values())
     sizes = {name: each["parameters"] for name, each in held.items()}
     assert sizes == {"ddp": 4000, "zero2": 2000, "zero3": 500 + 200, "fsdp2": 1000 + 200}
     quantised = Weights(frozen=600, numbers=1000, quantised=True)
-    assert policy_on(Engine("zero1", 4), quantised, "sgd", mixed=True)["parameters"] == 600
+    assert model_bytes(Engine("zero1", 4), quantised, "sgd", mixed=True)["parameters"] == 600
 
 
 def test_states_of_optimizers():
@@ -100,7 +100,7 @@ def test_states_of_optimizers():
 
 
 def test_engines_of_the_shipped_accelerate_configs():
-    found = {path.stem: engine_of(path) for path in (ROOT / "accelerate_configs").glob("*.yaml")}
+    found = {path.stem: engine_from_file(path) for path in (ROOT / "accelerate_configs").glob("*.yaml")}
     assert found["single"] == Engine("single", 1, gpu=True)
     assert found["ddp"] == Engine("ddp", 8, gpu=True)
     assert found["multi_node"] == Engine("fsdp2", 16, gpu=True)
@@ -112,16 +112,16 @@ def test_engines_of_the_shipped_accelerate_configs():
 def test_a_file_that_is_no_accelerate_config(tmp_path):
     (tmp_path / "x.yaml").write_text("method: sft\n")
     with pytest.raises(InputError, match=r"x\.yaml: no accelerate config"):
-        engine_of(tmp_path / "x.yaml")
+        engine_from_file(tmp_path / "x.yaml")
 
 
 def test_deepspeeds_own_file_is_refused_and_empty_sections_are_none(tmp_path):
     asked = {"distributed_type": "DEEPSPEED", "num_processes": 8, "deepspeed_config": None, "fsdp_config": None}
     (tmp_path / "x.yaml").write_text(yaml.safe_dump(asked))
-    assert engine_of(tmp_path / "x.yaml") == Engine("zero2", 8, gpu=True)
+    assert engine_from_file(tmp_path / "x.yaml") == Engine("zero2", 8, gpu=True)
     (tmp_path / "x.yaml").write_text(yaml.safe_dump(asked | {"deepspeed_config": {"deepspeed_config_file": "z.json"}}))
     with pytest.raises(InputError, match="deepspeed_config_file is not read here"):
-        engine_of(tmp_path / "x.yaml")
+        engine_from_file(tmp_path / "x.yaml")
 
 
 # ---- shapes
@@ -158,7 +158,7 @@ def test_quantised_weights(tmp_path, monkeypatch):
     linear = sum(m.weight.numel() for n, m in model.named_modules() if hasattr(m, "in_features") and n != "lm_head")
     rest = sum(p.numel() for p in model.parameters()) - linear
     buffers = sum(b.nbytes for b in model.buffers())
-    assert found.frozen == int(linear * QUANTISED["4bit"] + rest * 4 + buffers)
+    assert found.frozen == int(linear * QUANTIZED_BYTES["4bit"] + rest * 4 + buffers)
     assert found.quantised
 
 
@@ -528,8 +528,8 @@ def test_a_gpu_with_room_spares_activation_checkpointing(tmp_path, caplog):
         made = dataclasses.replace(recipe, train=recipe.train | asked, model=model)
         caplog.clear()
         with caplog.at_level(logging.INFO):
-            spare_checkpointing(made, given, trainer_class, rows, gpu, gib)
+            disable_unneeded_checkpointing(made, given, trainer_class, rows, gpu, gib)
         assert [getattr(given, name) for name in names] == [not spared] * 2
         assert [line for line in caplog.messages if "activation_checkpointing: off" in line] == caplog.messages * spared
-    spare_checkpointing(recipe, config, trainer_class, rows)
+    disable_unneeded_checkpointing(recipe, config, trainer_class, rows)
     assert config.activation_checkpointing

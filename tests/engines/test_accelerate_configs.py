@@ -345,7 +345,7 @@ def test_keys_of_accelerate_files_that_are_dropped(name, change, message, tmp_pa
     file.write_text(yaml.safe_dump(yaml.safe_load(FILES[name].read_text()) | change))
     pattern = f"^{file}: .*" + re.escape(message).replace(r"\.\*", ".*")
     with pytest.raises(InputError, match=pattern):
-        placement.engine_of(file)
+        placement.engine_from_file(file)
     monkeypatch.setattr(config_files, "launched_with", lambda: file)
     with pytest.raises(LaunchError, match=pattern):
         launch.check_engine(asking(), {})

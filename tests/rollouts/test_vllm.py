@@ -398,11 +398,11 @@ def test_rollouts_of_a_server_that_has_started_again_are_sampled_anew(tmp_path):
 
 
 def test_a_policy_gradient_ahead_weighs_tokens_by_how_much_likelier_they_are_now():
-    from hf_posttrain.scoring.policy_gradient import importance
+    from hf_posttrain.scoring.policy_gradient import importance_weight
 
     student, sampler = torch.tensor([-1.0, -1.0, -1.0, -1.0]), torch.tensor([-1.0, -0.5, -3.0, float("nan")])
-    torch.testing.assert_close(importance(student, sampler), torch.tensor([1.0, 0.6065307, 2.0, 1.0]))
-    assert importance(student, None) == 1.0
+    torch.testing.assert_close(importance_weight(student, sampler), torch.tensor([1.0, 0.6065307, 2.0, 1.0]))
+    assert importance_weight(student, None) == 1.0
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
@@ -526,7 +526,9 @@ def test_the_first_rank_sends_and_all_ranks_ask(engine, lora, tmp_path):
     assert len(sent) == len(wholes) + 1 == 3  # scrambled ones before all
     [model] = server.adapters.values() if lora else [server.model]
     assert_equal_weights(weights(model), wholes[-1])
-    asked = [body for path, body in server.log if path == "/v1/completions" and body["seed"] >= vllm_rollout.PROBES]
+    asked = [
+        body for path, body in server.log if path == "/v1/completions" and body["seed"] >= vllm_rollout.PROBE_PROMPTS
+    ]
     assert len({body["seed"] for body in asked}) == len(asked) == sum(map(len, rollouts + other)) // 2
 
 
@@ -580,11 +582,11 @@ def test_a_missing_package_is_refused(monkeypatch, tmp_path):
 )
 def test_adapters_that_vllm_cannot_serve_are_refused(config, message):
     with pytest.raises(InputError, match=message):
-        vllm_rollout.max_rank(config)
+        vllm_rollout.max_lora_rank(config)
 
 
 def test_the_rank_is_rounded_up_to_one_that_vllm_has():
-    found = [vllm_rollout.max_rank(peft.LoraConfig(r=r)) for r in (1, 4, 8, 12, 300, 512)]
+    found = [vllm_rollout.max_lora_rank(peft.LoraConfig(r=r)) for r in (1, 4, 8, 12, 300, 512)]
     assert found == [1, 8, 8, 16, 320, 512]
 
 

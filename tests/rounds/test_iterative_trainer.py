@@ -37,7 +37,7 @@ from hf_posttrain.generation.completions_client import ServerError
 from hf_posttrain.methods import METHODS as TABLE
 from hf_posttrain.methods import config_class, trainer_class
 from hf_posttrain.rounds import iteration_log, iterative_trainer, sample_and_judge
-from hf_posttrain.rounds.config import good_from, make_section
+from hf_posttrain.rounds.config import make_section, resolve_threshold
 from hf_posttrain.rounds.pairing import SelectedRows, pair_up
 from hf_posttrain.trainer import stateful
 
@@ -94,7 +94,9 @@ def rows_by_hand(method, asked):
         texts = [tokenizer.decode(answer, skip_special_tokens=True) for answer in answers]
         scores = odd_bytes([], texts, [])
         own = section()
-        paired = pair_up(kind, [[*map(tuple, answers)]], [scores], [[True] * 4], own.pair, good_from(own.pair, "x"))
+        paired = pair_up(
+            kind, [[*map(tuple, answers)]], [scores], [[True] * 4], own.pair, resolve_threshold(own.pair, "x")
+        )
         for row in paired.rows[0]:
             given = {"prompt_ids": ids, "label": row.label, "prompt_key": prompt_key(ids)}
             given |= {name: answers[n] for name, n in zip(kind.answers, row.answers, strict=True)}
@@ -223,7 +225,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(method, changes, tmp
 
 def test_what_was_sampled_of_a_round_is_found_again(tmp_path, monkeypatch):
     """The second judge call fails; the next try answers what is left alone, and ends as a run that did not fail."""
-    monkeypatch.setattr(sample_and_judge, "PIECE", 4)
+    monkeypatch.setattr(sample_and_judge, "CHUNK_SIZE", 4)
     whole = trainer("dpo", tmp_path / "whole")
     whole.train()
     broken = trainer("dpo", tmp_path / "broken")
@@ -307,7 +309,7 @@ def slow_odd_bytes(prompts, completions, references):
 @pytest.mark.slow
 def test_a_server_that_is_lost_in_a_round_costs_what_it_had_not_answered(tmp_path, monkeypatch):
     """The checkpoint that is saved then leaves the pieces of the round that was under way."""
-    monkeypatch.setattr(sample_and_judge, "PIECE", 4)
+    monkeypatch.setattr(sample_and_judge, "CHUNK_SIZE", 4)
     whole = trainer("dpo", tmp_path / "whole")
     whole.train()
     lost = trainer("dpo", tmp_path / "lost", save_strategy="steps", save_steps=100)
@@ -343,7 +345,7 @@ def test_a_server_that_is_lost_in_a_round_costs_what_it_had_not_answered(tmp_pat
 def test_a_run_that_is_stopped_in_a_round_ends_after_the_piece(call, best, saved, left, tmp_path, monkeypatch, caplog):
     """SIGTERM at a call of the judge: what was trained is saved, and pieces that are done are found again. After the
     last piece there is a step. The best model is not loaded, nor are others deleted for it; dropout goes on."""
-    monkeypatch.setattr(sample_and_judge, "PIECE", 4)
+    monkeypatch.setattr(sample_and_judge, "CHUNK_SIZE", 4)
     options = {"eval_strategy": "steps", "eval_steps": 1, "evaluated": prompts(2), "load_best_model_at_end": True,
                "save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}  # fmt: skip
     options = options if best else {}
@@ -384,7 +386,7 @@ def terminate_at(call, stopped):
 def test_pieces_of_other_weights_or_options_are_not_taken(tmp_path):
     def name(changes=None, seed=0, rows=None):
         made = trainer("sft", tmp_path, changes, tiny_model(seed=seed), rows)
-        return sample_and_judge.pieces_of(made, made.train_dataset, 42, 0).folder.name
+        return sample_and_judge.round_files(made, made.train_dataset, 42, 0).folder.name
 
     own = name()
     assert own == name()
@@ -403,7 +405,7 @@ def test_scores_of_a_function_that_was_changed_are_not_taken(tmp_path, monkeypat
         sys.modules.pop("changing", None)
         linecache.clearcache()
         made = trainer("sft", tmp_path, {"judge": "changing:f"})
-        names.append(sample_and_judge.pieces_of(made, made.train_dataset, 42, 0).folder.name)
+        names.append(sample_and_judge.round_files(made, made.train_dataset, 42, 0).folder.name)
     assert names[0] != names[1]
 
 
@@ -457,14 +459,14 @@ def run_of(rank, method, engine, changes, folder, resumed=None, stopped=False):
      pytest.param("kto", {}, marks=pytest.mark.slow), pytest.param("dpo", {"steps": 1}, marks=pytest.mark.slow)],
 )  # fmt: skip
 def test_two_processes_are_one(method, changes, engine, tmp_path, monkeypatch):
-    monkeypatch.setattr(sample_and_judge, "PIECE", 5)
+    monkeypatch.setattr(sample_and_judge, "CHUNK_SIZE", 5)
     expected = run_of(None, method, "single", changes, str(tmp_path / "one"))
     found = on_two(small_pieces, engine, method, engine, changes, str(tmp_path / "two"))
     assert_same_run(found[0], expected)
 
 
 def small_pieces(rank, *args):
-    sample_and_judge.PIECE = 5
+    sample_and_judge.CHUNK_SIZE = 5
     return run_of(rank, *args)
 
 
@@ -582,7 +584,7 @@ def test_scores_that_fall_are_warned_of(first, second, warns, tmp_path, caplog):
         done.round.number = number
         rows = prompts(len(scores))
         judged = [sample_and_judge.ScoredCompletions([[1, 258]], [score]) for score in scores]
-        iteration_log.record(done, prepared(rows), judged, SelectedRows([[] for _ in scores]), 1.0)
+        iteration_log.log_round(done, prepared(rows), judged, SelectedRows([[] for _ in scores]), 1.0)
     assert ("round 2: its answers score" in caplog.text) == warns
 
 
@@ -596,14 +598,14 @@ def test_a_judge_that_compares_has_no_level_to_fall_from(tmp_path, caplog):
     given = section(judge=judge)
     config = {"load_best_model_at_end": True, "max_length": 600, "eval_strategy": "epoch", "save_strategy": "epoch"}
     with pytest.raises(InputError, match=r"shares of wins .* set it to exact_match"):
-        iterative_trainer.with_section(config_class(TABLE["sft"])(str(tmp_path), **config), given)
+        iterative_trainer.config_for_rounds(config_class(TABLE["sft"])(str(tmp_path), **config), given)
     assert "rounds/score" not in iterative_trainer.in_rounds(trainer_class(TABLE["sft"]), given).method.key_metrics
     done = trainer("sft", tmp_path)
     type(done).section = make_section({**vars(done.section), "judge": given.judge})
     for number, score in enumerate((0.9, 0.1)):
         done.round.number = number
         judged = [sample_and_judge.ScoredCompletions([[1, 258]], [score + n / 1000]) for n in range(9)]
-        iteration_log.record(done, prepared(prompts(9)), judged, SelectedRows([[] for _ in judged]), 1.0)
+        iteration_log.log_round(done, prepared(prompts(9)), judged, SelectedRows([[] for _ in judged]), 1.0)
     assert "made them worse" not in caplog.text
 
 

@@ -21,8 +21,8 @@ from hf_posttrain.generation.completions_client import ServerError
 from hf_posttrain.rounds.judges import make_judge
 from hf_posttrain.rounds.judges.config import JudgeSection, expand_judge, judge_problems
 from hf_posttrain.rounds.judges.models import RewardModel
-from hf_posttrain.rounds.judges.question import Question, question_of
-from hf_posttrain.rounds.judges.server import ServerJudge, matches, read_verdict
+from hf_posttrain.rounds.judges.question import Question, make_question
+from hf_posttrain.rounds.judges.server import ServerJudge, pairs_to_compare, parse_verdict
 
 CHAT = [{"role": "user", "content": "Say hi."}]
 
@@ -86,11 +86,11 @@ def test_a_question_is_made_of_a_prepared_row():
     tokenizer = byte_tokenizer()
     row = {"prompt_ids": [257, 65], "completion_ids": [66, 258]}
     row["asked"] = json.dumps({"prompt": CHAT, "tools": [{"name": "t"}]})
-    question = question_of(row, [[67, 68, 258], [69]], tokenizer, [258])
+    question = make_question(row, [[67, 68, 258], [69]], tokenizer, [258])
     assert (question.prompt, question.text, question.answers, question.reference) == (CHAT, "Say hi.", ["CD", "E"], "B")
     assert (question.stopped, question.more) == ([True, False], {"tools": [{"name": "t"}]})
-    assert question_of(row | {"asked": '{"prompt": null}'}, [[67]], tokenizer, [258]).prompt == "A"
-    assert question_of(row | {"label": False}, [[67]], tokenizer, [258]).reference is None
+    assert make_question(row | {"asked": '{"prompt": null}'}, [[67]], tokenizer, [258]).prompt == "A"
+    assert make_question(row | {"label": False}, [[67]], tokenizer, [258]).reference is None
 
 
 # ---- models
@@ -401,12 +401,12 @@ def test_a_question_that_cannot_be_rendered_is_said_in_a_line():
 def test_each_answer_meets_as_many_others():
     for count in range(2, 9):
         for opponents in (1, 2, 4, 20):
-            pairs = [*matches(["x"] * count, opponents)]
+            pairs = [*pairs_to_compare(["x"] * count, opponents)]
             assert len({*pairs}) == len(pairs)
             met = [sum(n in pair for pair in pairs) for n in range(count)]
             assert max(met) - min(met) <= 1
             assert min(met) >= min(opponents, count - 1)
-    assert [*matches(["x"], 4)] == []
+    assert [*pairs_to_compare(["x"], 4)] == []
 
 
 @pytest.mark.parametrize(
@@ -417,7 +417,7 @@ def test_each_answer_meets_as_many_others():
     ],
 )  # fmt: skip
 def test_verdicts(said, verdict):
-    assert read_verdict(said) == verdict
+    assert parse_verdict(said) == verdict
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 
 from hf_posttrain.data.row_schema import PREFERENCE, SUPERVISED, UNPAIRED
 from hf_posttrain.rounds import pairing
-from hf_posttrain.rounds.config import PairSection, good_from
+from hf_posttrain.rounds.config import PairSection, resolve_threshold
 from hf_posttrain.rounds.pairing import Row, pair_up
 
 
@@ -93,6 +93,6 @@ def test_counts_are_of_prompts():
 
 
 def test_exact_match_knows_its_threshold():
-    assert good_from(PairSection(), "exact_match") == 0.5
-    assert good_from(PairSection(threshold=1.0), "exact_match") == 1.0
-    assert good_from(PairSection(), "model") is None
+    assert resolve_threshold(PairSection(), "exact_match") == 0.5
+    assert resolve_threshold(PairSection(threshold=1.0), "exact_match") == 1.0
+    assert resolve_threshold(PairSection(), "model") is None

@@ -91,7 +91,7 @@ def test_rollouts_are_drawn_at_the_temperature_by_seed_and_without_padding(qwen,
     student = served_model(seed=3, tie_word_embeddings=False)
     trainer = opd(qwen, tmp_path, student, temperature=0.5, num_generations=64)
     trainer.vocabulary = 200  # as if the teacher had no more
-    trainer.sampler.sampling = vllm.sampling(trainer)
+    trainer.sampler.sampling = vllm.sampling_parameters(trainer)
     trainer.sampler.synchronise()
 
     def sample(longest, *seed):

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 from jinja2 import TemplateError, meta
 
 from ...data.template import parsed
-from ...errors import InputError, nearest
+from ...errors import InputError, name_hint
 from ...options import option
 from ...trainer.limits import COUNT, POSITIVE, Problem
 from ...trainer.rules import beyond
@@ -16,10 +16,10 @@ from ...trainer.rules import beyond
 LIMITS = {"opponents": COUNT, "batch_size": COUNT, "timeout": POSITIVE}
 Kind = Literal["exact_match", "function", "model", "teacher", "url"]
 KINDS: tuple[str, ...] = get_args(Kind)
-MODELS = ("model", "teacher")
+MODEL_JUDGES = ("model", "teacher")
 """Kinds of judges that are models, loaded here."""
-_SHOWN = ("prompt", "reference", "first", "second")  # what a question may read
-_NAMES = {  # kind of judge -> what `name` is
+_QUESTION_VARIABLES = ("prompt", "reference", "first", "second")  # what a question may read
+_NAME_MEANINGS = {  # kind of judge -> what `name` is
     "function": "package.module:name of a function",
     "model": "the folder or hub name of a reward model",
     "teacher": "the folder or hub name of a model",
@@ -79,8 +79,8 @@ def expand_judge(given: object) -> Any:
 def judge_problems(judge: JudgeSection) -> Iterator[Problem]:
     """What is wrong with a section: names of its keys, and a sentence."""
     yield from beyond(LIMITS, judge)
-    if judge.by in _NAMES and not judge.name:
-        yield ("name", "by"), f"name is missing: {_NAMES[judge.by]}"
+    if judge.by in _NAME_MEANINGS and not judge.name:
+        yield ("name", "by"), f"name is missing: {_NAME_MEANINGS[judge.by]}"
     if judge.by == "exact_match" and judge.name:
         yield ("name", "by"), f"name: {judge.name}: exact_match has no name: set by, or drop name"
     module, _, function = (judge.name or "").partition(":")
@@ -101,5 +101,5 @@ def judge_problems(judge: JudgeSection) -> Iterator[Problem]:
             return
         if not {"first", "second"} <= read:
             yield ("question",), "question: it must show both answers: write {{ first }} and {{ second }}"
-        if unknown := sorted(read - {*_SHOWN}):
-            yield ("question",), f"question: there is no {unknown[0]!r}{nearest(unknown[0], _SHOWN)}"
+        if unknown := sorted(read - {*_QUESTION_VARIABLES}):
+            yield ("question",), f"question: there is no {unknown[0]!r}{name_hint(unknown[0], _QUESTION_VARIABLES)}"

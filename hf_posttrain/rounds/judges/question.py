@@ -50,7 +50,9 @@ class Judge(Protocol):
     def __exit__(self, *error: Any) -> None: ...
 
 
-def question_of(row: Mapping[str, Any], answers: Sequence[Sequence[int]], tokenizer: Any, ends: list[int]) -> Question:
+def make_question(
+    row: Mapping[str, Any], answers: Sequence[Sequence[int]], tokenizer: Any, ends: list[int]
+) -> Question:
     """A prepared row (`prompt_ids`, `completion_ids` of the data, `asked`) with answers as ids, of which some end."""
     prompt, more = _asked(row, tokenizer)
     texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in answers]

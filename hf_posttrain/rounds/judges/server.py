@@ -40,9 +40,9 @@ Compare two answers to the same question. Judge whether they are right and helpf
 {{ second }}
 
 Reply with JSON alone: {"better": 1} or {"better": 2}, or {"better": 0} if neither is better."""
-TRIES = 2
+MAX_TRIES = 2
 """How often a question is asked whose answer is not of that form."""
-GIVEN_UP = 3
+MAX_FAILED_PROMPTS = 3
 """Prompts of which no comparison is made at all before the server counts as none that judges."""
 _JSON = re.compile(r"\{[^{}]*\}")
 
@@ -73,8 +73,8 @@ class ServerJudge:
         return str(self.model)
 
     def score(self, questions: Sequence[Question]) -> list[list[float | None]]:
-        """As `Judge`. Raises ServerError where of GIVEN_UP prompts, over all calls, no comparison at all was made."""
-        pairs = [(q, a, b) for q in questions for a, b in matches(q.answers, self.section.opponents)]
+        """As `Judge`. Raises ServerError where of MAX_FAILED_PROMPTS prompts, over all calls, no comparison at all was made."""
+        pairs = [(q, a, b) for q in questions for a, b in pairs_to_compare(q.answers, self.section.opponents)]
         differ = [(q, a, b) for q, a, b in pairs if q.answers[a] != q.answers[b]]  # of equal ones neither is better
         self.check()
         found = iter(at_once(self._ask, [(q, *pair) for q, a, b in differ for pair in ((a, b), (b, a))]))
@@ -93,7 +93,7 @@ class ServerJudge:
             logger.warning("judge: %d of %d comparisons were not made, the last: %s", lost, len(differ), self.last)
         self.made = self.made + len(differ) - lost
         self.tried = self.tried + len({id(q) for q, _, _ in differ})
-        if not self.made and self.tried >= GIVEN_UP:
+        if not self.made and self.tried >= MAX_FAILED_PROMPTS:
             raise ServerError(f"{self.last}; it made no comparison of the answers to {self.tried} prompts")
         return [[sum(mine) / len(mine) if mine else None for mine in won[id(q)]] for q in questions]
 
@@ -110,7 +110,7 @@ class ServerJudge:
         except Exception as error:  # of the user's template
             raise InputError(f"judge: question: {type(error).__name__}: {error}") from error
         body = {"model": self.model, "messages": [{"role": "user", "content": text}]}
-        for _ in range(TRIES):
+        for _ in range(MAX_TRIES):
             sent = body | self.greedy
             try:
                 answer = self.server.post("/v1/chat/completions", sent, **self._options())
@@ -129,7 +129,7 @@ class ServerJudge:
                 problem = f"answered otherwise than OpenAI's protocol has it ({type(error).__name__}: {error})"
                 self.last = f"judge: {self.server.url} {problem}"
                 return None
-            if (better := read_verdict(said)) is not None:
+            if (better := parse_verdict(said)) is not None:
                 return {0: 0.5, 1: 1.0, 2: 0.0}[better]
             self.last = f"judge: {self.server.url} said {str(said)!r:.80}"
         return None
@@ -144,7 +144,7 @@ class ServerJudge:
         pass
 
 
-def matches(answers: Sequence[str], opponents: int) -> Iterator[tuple[int, int]]:
+def pairs_to_compare(answers: Sequence[str], opponents: int) -> Iterator[tuple[int, int]]:
     """Which answers are compared: each with the `opponents` next ones in a circle, or fewer where half the circle has
     all pairs. Every answer has about as many comparisons.
     """
@@ -154,7 +154,7 @@ def matches(answers: Sequence[str], opponents: int) -> Iterator[tuple[int, int]]
     yield from ((a, b) for a, b in sorted(pairs) if a != b)
 
 
-def read_verdict(said: Any) -> int | None:
+def parse_verdict(said: Any) -> int | None:
     """0, 1 or 2 of {"better": ...}, the last such JSON of a text; None without one."""
     for text in reversed(_JSON.findall(said) if isinstance(said, str) else []):
         try:
