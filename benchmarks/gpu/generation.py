@@ -64,14 +64,14 @@ def check_rows_that_end(settings: Settings, by: str, model: Any) -> Record:
     draw = torch.Generator().manual_seed(1)
     prompts = [torch.randint(2, settings.vocabulary, (n,), generator=draw).tolist() for n in (3, 40, 7, 25) * 2]
     new_tokens = settings.pick(64, 40)
-    chunk = graphs.CHUNK
-    graphs.CHUNK = 16
+    chunk = graphs.COLUMN_CHUNK
+    graphs.COLUMN_CHUNK = 16
     try:
         free = GENERATE[by](model, prompts, new_tokens)
         ends = [free[0][4], free[1][20], free[2][35]]
         completions = GENERATE[by](model, prompts, new_tokens, ends)
     finally:
-        graphs.CHUNK = chunk
+        graphs.COLUMN_CHUNK = chunk
     gap = worst_gap(model, prompts, completions)
     ended = [ids[-1] in ends for ids in completions]
     right = gap <= NEAR_BEST and all(token not in ends for ids in completions for token in ids[:-1])
@@ -98,10 +98,10 @@ def ours(model: Any, prompts: list[list[int]], new_tokens: int, ends: Sequence[i
 
 def transformers(model: Any, prompts: list[list[int]], new_tokens: int, ends: Sequence[int] = ()) -> list[list[int]]:
     """Generate by `model.generate`."""
-    ids, mask = rollout.left_padded(prompts, 1, model.device)
+    ids, mask = rollout.left_pad(prompts, 1, model.device)
     options = {"max_new_tokens": new_tokens, "do_sample": False, "eos_token_id": list(ends) or None, "pad_token_id": 1}
     found = model.generate(ids, attention_mask=mask, **options)[:, ids.shape[1] :].tolist()
-    return [rollout.until_terminal(row, ends) for row in found]
+    return [rollout.truncate_at_terminal(row, ends) for row in found]
 
 
 GENERATE = {"ours": ours, "adapter": ours, "transformers": transformers}

@@ -206,7 +206,7 @@ class Conversation:
             screen.end()
             self.cut.add(screen.text)
         except RuntimeError as error:
-            if str(error) != hf_generate.BROKEN:
+            if str(error) != hf_generate.NONFINITE_LOGITS:
                 raise
             raise InputError(f"{self.given.model}: {error}") from error
         else:

@@ -37,7 +37,7 @@ class RowKind:
         return "completion_mask" in self.columns
 
 
-OPTIONAL = {"system", "tools", "input", "chat_template_kwargs"}
+OPTIONAL_COLUMNS = {"system", "tools", "input", "chat_template_kwargs"}
 """Raw columns that a row may have or lack."""
 
 

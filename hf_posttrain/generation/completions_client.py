@@ -20,11 +20,11 @@ from urllib3.exceptions import HTTPError, ReadTimeoutError
 
 from ..errors import InputError
 
-OPEN = 256
+MAX_CONNECTIONS = 256
 """Requests that a process has open at a server."""
-QUIET = 10.0
+LOG_INTERVAL = 10.0
 """Seconds between two lines about lost connections: each of many requests has its own."""
-PATIENCE = urllib3.Retry(
+RETRIES = urllib3.Retry(
     total=8,
     read=1,
     backoff_factor=0.5,
@@ -36,7 +36,7 @@ PATIENCE = urllib3.Retry(
 """Of a server that has answered before: a minute and a half for one that is not there, which may be starting again."""
 TIMEOUT = urllib3.Timeout(connect=10, read=1800)
 """Seconds; a rollout waits for those before it."""
-PLAIN = {
+UNMODIFIED_SAMPLING = {
     "top_p": 1.0,
     "top_k": 0,
     "min_p": 0.0,
@@ -45,7 +45,7 @@ PLAIN = {
     "repetition_penalty": 1.0,
 }
 """Sampling from the model's own distribution, whatever its generation config says."""
-LATE = 408
+REQUEST_TIMEOUT = 408
 """What HTTP calls a request that timed out."""
 Asked = TypeVar("Asked")
 Found = TypeVar("Found")
@@ -92,7 +92,7 @@ class Server:
         self.url = url.rstrip("/").removesuffix("/v1")  # which some clients want at its end
         self.option = option
         self.needs = needs or {}
-        self.pool = urllib3.PoolManager(maxsize=OPEN, timeout=TIMEOUT, retries=PATIENCE)
+        self.pool = urllib3.PoolManager(maxsize=MAX_CONNECTIONS, timeout=TIMEOUT, retries=RETRIES)
 
     def get(self, path: str, **options: Any) -> Any:
         """What it answers, from JSON. Raises ServerError."""
@@ -108,17 +108,17 @@ class Server:
             answer = self.pool.request(method, url, **options)
         except HTTPError as error:
             if isinstance(reason := getattr(error, "reason", None) or error, ReadTimeoutError):
-                raise ServerError(f"{self.option}: {url} took too long ({_reason(reason)})", LATE) from error
+                raise ServerError(f"{self.option}: {url} took too long ({_reason(reason)})", REQUEST_TIMEOUT) from error
             where = f"no server answers at {url} ({_reason(reason)})"
             raise ServerError(f"{self.option}: {where}: start it, or correct the URL") from error
         text = answer.data.decode(errors="replace")
         if answer.status != 200:
             hint = f": {self.needs[path]}" if answer.status == 404 and path in self.needs else ""
-            raise ServerError(f"{self.option}: {url} answered {answer.status} ({_said(text)}){hint}", answer.status)
+            raise ServerError(f"{self.option}: {url} answered {answer.status} ({_error_message(text)}){hint}", answer.status)
         try:
             return json.loads(text) if text and not text.startswith("Success") else text
         except ValueError as error:
-            raise ServerError(f"{self.option}: {url} answered no JSON ({_said(text)}): is it that server?") from error
+            raise ServerError(f"{self.option}: {url} answered no JSON ({_error_message(text)}): is it that server?") from error
 
     def card(self, **options: Any) -> dict[str, Any]:
         """What it says of its model: id, root (a name or folder), max_model_len. Raises ServerError at once where it
@@ -151,11 +151,11 @@ class Server:
         return choices
 
 
-def in_background(function: Callable[[], Found]) -> Future[Found]:
+def run_in_background(function: Callable[[], Result]) -> Future[Result]:
     """What `function` gives, from a thread that the end of the process does not wait for (it would for an executor's,
     and a server may take half an hour to answer).
     """
-    future: Future[Found] = Future()
+    future: Future[Result] = Future()
 
     def run() -> None:
         try:
@@ -167,7 +167,7 @@ def in_background(function: Callable[[], Found]) -> Future[Found]:
     return future
 
 
-def at_once(function: Callable[[Asked], Found], asked: Sequence[Asked]) -> list[Found]:
+def run_concurrently(function: Callable[[Item], Result], asked: Sequence[Item]) -> list[Result]:
     """`function` of each, in order; requests wait for the server together. After an error no more are begun."""
     left = list(enumerate(asked))[::-1]
     lock = Lock()
@@ -185,7 +185,7 @@ def at_once(function: Callable[[Asked], Found], asked: Sequence[Asked]) -> list[
             left.clear()
             raise
 
-    workers = [in_background(work) for _ in range(min(OPEN, len(asked)))]
+    workers = [run_in_background(work) for _ in range(min(MAX_CONNECTIONS, len(asked)))]
     wait(workers)
     for worker in workers:
         worker.result()
@@ -206,7 +206,7 @@ def as_server_error() -> Iterator[None]:
         raise ServerError(f"a server answered otherwise than vLLM does ({said}): is it one, and which?") from error
 
 
-def together(ask: Callable[[], Found]) -> Found:
+def raise_on_all_ranks(ask: Callable[[], Result]) -> Result:
     """What `ask` gives on each rank. Raises the ServerError of any rank on all of them, which would wait for it; an
     answer that lacks what it must have is one too.
     """
@@ -228,7 +228,7 @@ def _reason(error: Any) -> str:
     return str(error).rpartition("): ")[2]
 
 
-def _said(text: str) -> str:
+def _error_message(text: str) -> str:
     """What a server says of its own error, in one line."""
     with suppress(ValueError, LookupError, TypeError):
         text = json.loads(text)["error"]["message"]

@@ -13,7 +13,7 @@ import xxhash
 from ..errors import InputError
 from ..scoring.layouts import Prompt
 from .final_answer import final_answer
-from .rollout import until_terminal
+from .rollout import truncate_at_terminal
 
 logger = logging.getLogger(__name__)
 
@@ -31,12 +31,12 @@ class ExactMatch(evaluate.Metric):
         return {"exact_match": sum(hits) / max(len(hits), 1)}
 
 
-def answerable(rows: Iterable[dict]) -> tuple[list[Prompt], list[list[int]]]:
+def prompts_with_answers(rows: Iterable[dict]) -> tuple[list[Prompt], list[list[int]]]:
     """(prompts, their right answers) of prepared rows that have one: the chosen or desirable ones.
 
     Raises InputError for rows without prompts, or without answers.
     """
-    answered = [(Prompt.of(row), gold) for row in rows if (gold := right_answer(row))]
+    answered = [(Prompt.of(row), gold) for row in rows if (gold := correct_answer(row))]
     if all(len(prompt) < 2 for prompt, _ in answered):
         raise InputError("eval_exact_match needs eval rows with a prompt and an answer")
     return [prompt for prompt, _ in answered], [gold for _, gold in answered]
@@ -49,17 +49,17 @@ def first_turn(row: dict) -> list[int]:
     return answer[: mask.index(0)] if 0 in mask else answer
 
 
-def right_answer(row: dict) -> list[int]:
+def correct_answer(row: dict) -> list[int]:
     """The same, but [] for an answer that is labelled false."""
     return first_turn(row) if row.get("label", True) else []
 
 
-def select_answerable(trainer: Any, rows: Iterable[dict]) -> tuple[list[Prompt], list[list[int]], int]:
+def select_complete_answers(trainer: Any, rows: Iterable[dict]) -> tuple[list[Prompt], list[list[int]], int]:
     """(prompts, their right answers, how many rows were left out) of prepared rows: of answers of several turns the
-    first, and none that max_length has cut, whose final answer is not known. Raises what `answerable` does.
+    first, and none that max_length has cut, whose final answer is not known. Raises what `prompts_with_answers` does.
     """
-    prompts, gold = answerable(rows)
-    gold = [until_terminal(answer, trainer.terminal_ids) for answer in gold]
+    prompts, gold = prompts_with_answers(rows)
+    gold = [truncate_at_terminal(answer, trainer.terminal_ids) for answer in gold]
     whole = [n for n, answer in enumerate(gold) if answer[-1] in trainer.terminal_ids] or [*range(len(gold))]
     return [prompts[n] for n in whole], [gold[n] for n in whole], len(gold) - len(whole)
 
@@ -72,7 +72,7 @@ def answers_key(trainer: Any, rows: Any) -> Any:
         return {name: answers_key(trainer, part) for name, part in rows.items()}
     if not trainer.args.eval_exact_match or "prompt_ids" not in (getattr(rows, "column_names", None) or ()):
         return None
-    answers = trainer.tokenizer.batch_decode(select_answerable(trainer, rows)[1], skip_special_tokens=True)
+    answers = trainer.tokenizer.batch_decode(select_complete_answers(trainer, rows)[1], skip_special_tokens=True)
     looked_for = [trainer.args.eval_max_completion_length, *map(final_answer, answers)]
     return xxhash.xxh3_64_hexdigest(repr(looked_for).encode())[:12]
 
@@ -82,7 +82,7 @@ def exact_match(trainer: Any, rows: datasets.Dataset) -> float:
 
     Raises InputError for rows without a prompt or an answer.
     """
-    prompts, gold, cut = select_answerable(trainer, rows)
+    prompts, gold, cut = select_complete_answers(trainer, rows)
     if cut:
         said = "eval_exact_match: %d of %d answers of the data do not end: they are left out"
         logger.warning(said, cut, cut + len(gold))

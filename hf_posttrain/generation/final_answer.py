@@ -11,7 +11,7 @@ from decimal import Context, Inexact, InvalidOperation
 from fractions import Fraction
 
 # LaTeX and Markdown as plain text says it, in this order
-_PLAIN = [
+_PLAIN_TEXT = [
     (re.compile(pattern), plain)
     for pattern, plain in (
         (r"<<[^<>\n]*>>", ""),  # GSM8K's calculator
@@ -82,7 +82,7 @@ _RATIO = re.compile(r"-?(?:\d+ )?\d+/\d+")
 _EXACT = Context(prec=999, Emax=999, Emin=-999, traps=[InvalidOperation])  # finite: 1e999999999 is not written out
 
 
-def _behind(mark: str, answer: str) -> Callable[[str], list[str]]:
+def _after(mark: str, answer: str) -> Callable[[str], list[str]]:
     """Finds all answers behind a mark and the words that may introduce them."""
     skip = r"[\s*]*+(?:(?:therefore|thus|then|hence|simply|just|about|approximately|exactly|option|choice)\b[\s:]*)*+"
     return re.compile(rf"(?m)(?:{mark}){skip}{_LEFT}({answer})").findall
@@ -93,13 +93,13 @@ _IS = r"\b(?i:answer\s++is)\b\s*+:?"
 _COLON = r"(?:\bA|\b(?i:answer))\s*:"
 _NO_SENTENCE = r"(?!\s*(?=[AI]? ?[a-zA-Z]{2})(?:\S++(?<![a-z\d]{2}[.!?;]) ++){3}\S)"
 _FIND = (  # the first that finds some decides
-    _behind(r"####(?=[ \t]*+\S)", f"{_FORM}|{_WORDS}"),
+    _after(r"####(?=[ \t]*+\S)", f"{_FORM}|{_WORDS}"),
     re.compile(rf"\\boxed\s*\{{(?!\s*\}})({_INSIDE})\}}").findall,
-    _behind(f"{_IS}|{_COLON}", _FORM),
-    _behind(f"{_IS}|{_COLON}{_NO_SENTENCE}", _WORDS),
+    _after(f"{_IS}|{_COLON}", _FORM),
+    _after(f"{_IS}|{_COLON}{_NO_SENTENCE}", _WORDS),
     _ALONE.findall,
     re.compile(_NUMBER).findall,
-    _behind(_COLON, _WORDS),
+    _after(_COLON, _WORDS),
 )
 
 
@@ -115,13 +115,13 @@ def final_answer(text: str) -> str:
     last `=`. Thousands separators, currency signs, units behind a number and a trailing period or `.0` do not count:
     "$1,200.00" is "1200", and \frac{6}{8} is "0.75".
     """
-    for pattern, plain in _PLAIN:
+    for pattern, plain in _PLAIN_TEXT:
         text = pattern.sub(plain, text)
     # the last answer counts, since solutions may try several
-    return _normal(next((found[-1] for find in _FIND if (found := find(text))), text))
+    return _normalize(next((found[-1] for find in _FIND if (found := find(text))), text))
 
 
-def _normal(answer: str) -> str:
+def _normalize(answer: str) -> str:
     """One spelling for equal answers."""
     if alone := _ALONE.match(answer):
         answer = alone[1]

@@ -24,29 +24,29 @@ from transformers.cache_utils import DynamicLayer
 from ..scoring.forward import cache_argument
 
 logger = logging.getLogger(__name__)
-SWITCH = "HF_POSTTRAIN_CUDA_GRAPHS"
+DISABLE_VARIABLE = "HF_POSTTRAIN_CUDA_GRAPHS"
 """Environment variable; 0: no graphs."""
-MULTIPLE = 16
+COLUMN_MULTIPLE = 16
 """Of which the number of columns is a multiple, since attention kernels would pad another mask at each step."""
-CHUNK = 512
+COLUMN_CHUNK = 512
 """Columns that buffers get at a time. Attention reads all of them, and a longer buffer is a new graph."""
 
 
-def can_replay(model: PreTrainedModel) -> bool:
+def supports_cuda_graphs(model: PreTrainedModel) -> bool:
     """Return whether a forward of one token can be a CUDA graph: all keys and values are kept, attention takes a
     prepared mask, and all weights are on one GPU, where no engine has cut them. Whether the model reads values on the
     host shows when it runs.
     """
-    if model.device.type != "cuda" or os.environ.get(SWITCH) == "0":
+    if model.device.type != "cuda" or os.environ.get(DISABLE_VARIABLE) == "0":
         return False
     weights = list(model.parameters())
     cut = any(hasattr(weight, "ds_id") for weight in weights)
     cut = cut or any(isinstance(module, FSDPModule) for module in model.modules())  # whose hooks use other streams
     here = {weight.device for weight in weights} == {model.device}
-    return here and not cut and takes_mask(model, DynamicCache(config=model.config))
+    return here and not cut and accepts_prepared_mask(model, DynamicCache(config=model.config))
 
 
-def takes_mask(model: PreTrainedModel, cache: DynamicCache) -> bool:
+def accepts_prepared_mask(model: PreTrainedModel, cache: DynamicCache) -> bool:
     """Return whether all layers keep all keys, and attend by sdpa: a mask [n, 1, 1, L] is then taken as it is."""
     kept = all(isinstance(layer, DynamicLayer) and not layer.is_sliding for layer in cache.layers)
     return kept and "sdpa" in (model.config.get_text_config()._attn_implementation or "")
@@ -121,7 +121,7 @@ class FixedSteps:
 
     def _lengthen(self) -> None:
         self.graph = None
-        length = -(-min(self.used + CHUNK, self.end) // MULTIPLE) * MULTIPLE
+        length = -(-min(self.used + COLUMN_CHUNK, self.end) // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
         self.mask = pad(self.mask, (0, length - self.used))
         layer: Any
         for n, layer in enumerate(self.cache.layers):  # one after the other: there are two copies of one layer only
@@ -135,7 +135,7 @@ class FixedSteps:
         if not self.on_gpu or not getattr(self.model, "captures", True) or self.used + 1 == self.end:
             return self._forward()
         try:
-            with no_reads():
+            with error_on_sync():
                 logits = self._forward()
         except torch.OutOfMemoryError:
             raise
@@ -149,13 +149,13 @@ class FixedSteps:
         try:
             # threads of data loaders go on
             capture = torch.cuda.graph(graph, capture_error_mode="thread_local")
-            with torch.cuda.device(self.mask.device), no_shared_casts(), capture:
+            with torch.cuda.device(self.mask.device), without_autocast_cache(), capture:
                 captured = self._forward()
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
             problem = f"a forward of {type(self.model).__name__} cannot be a CUDA graph"
-            raise RuntimeError(f"{problem}: set {SWITCH}=0 in the environment") from error
+            raise RuntimeError(f"{problem}: set {DISABLE_VARIABLE}=0 in the environment") from error
         self.graph = graph
         return captured.copy_(logits)
 
@@ -170,7 +170,7 @@ class FixedSteps:
 
 
 @contextmanager
-def no_shared_casts() -> Iterator[None]:
+def without_autocast_cache() -> Iterator[None]:
     """Inside, autocast casts a weight at each use. It would share casts with code outside of the graph, which may free
     them before a replay, or read them before the first one.
     """
@@ -183,7 +183,7 @@ def no_shared_casts() -> Iterator[None]:
 
 
 @contextmanager
-def no_reads() -> Iterator[None]:
+def error_on_sync() -> Iterator[None]:
     """Inside, an operation that waits for the GPU raises RuntimeError: it cannot be part of a graph."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings(action="ignore"):  # that it is a prototype

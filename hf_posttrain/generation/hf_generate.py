@@ -9,7 +9,7 @@ from transformers import GenerationConfig
 from ..scoring.forward import causal_lm
 
 logger = logging.getLogger(__name__)
-BROKEN = "the model's logits are NaN or infinite: nothing can be drawn from them"
+NONFINITE_LOGITS = "the model's logits are NaN or infinite: nothing can be drawn from them"
 # options that change the distribution, with the value that does not
 _ALTERING = {
     "repetition_penalty": 1.0,
@@ -70,11 +70,11 @@ def generate(
 
 def _finite(_: Tensor, scores: Tensor) -> Tensor:
     if not scores.amax().isfinite():
-        raise RuntimeError(BROKEN)
+        raise RuntimeError(NONFINITE_LOGITS)
     return scores
 
 
-def warn_if_altered(model: nn.Module) -> None:
+def warn_about_ignored_settings(model: nn.Module) -> None:
     """Say which settings of a model's generation config are ignored."""
     config = causal_lm(model).generation_config
     harmless = _ALTERING | ({"top_k": 0, "top_p": 1.0} if config.do_sample else {})

@@ -2,7 +2,7 @@
 
     step 120/400  loss 0.6412  accuracy 0.71  margin 0.1852  3,412 tokens/s  02:10<05:03
 
-`figures` writes both, from the method's key metrics; `Throughput` counts tokens. Only the first process shows
+`format_metrics` writes both, from the method's key metrics; `Throughput` counts tokens. Only the first process shows
 anything. What is logged, to trainer_state.json, W&B and others, does not depend on it.
 """
 
@@ -30,18 +30,18 @@ from transformers.trainer_utils import has_length
 
 logger = logging.getLogger(__name__)
 GIB = 2**30
-QUIET = 30.0
+LOG_INTERVAL = 30.0
 """Seconds between two lines about what is done of some long work, where there is no terminal."""
 _LINE = "step {n_fmt}/{total_fmt}  {desc}  {elapsed}<{remaining}"
 _BAR = "{percentage:3.0f}%|{bar:16}| {n_fmt}/{total_fmt}  {elapsed}<{remaining}"  # fits into 80 columns
 _EVALUATION = "evaluation |{bar:16}| {n_fmt}/{total_fmt}  {elapsed}<{remaining}"
-_UNSHOWN = ("epoch", "_runtime", "_per_second", "_time", "total_flos", "_clamped")
+_HIDDEN_SUFFIXES = ("epoch", "_runtime", "_per_second", "_time", "total_flos", "_clamped")
 """How keys end that say nothing of an evaluation's result."""
-_OF_ROUND = ("score", "best_score", "stopped", "length", "rows", "left_out")
+_ROUND_METRICS = ("score", "best_score", "stopped", "length", "rows", "left_out")
 """What is shown of a round's answers, from its log."""
 
 
-def figures(logs: Mapping[str, Any], key_metrics: Mapping[str, str]) -> str:
+def format_metrics(logs: Mapping[str, Any], key_metrics: Mapping[str, str]) -> str:
     """Loss, key metrics and tokens a second of a training log, those that are there, as "name value  name value"."""
     names = {"loss": "loss", **key_metrics}
     shown = [f"{name} {_number(logs[key])}" for key, name in names.items() if key in logs]
@@ -50,7 +50,7 @@ def figures(logs: Mapping[str, Any], key_metrics: Mapping[str, str]) -> str:
     return "  ".join(shown)
 
 
-def results(logs: Mapping[str, Any], keys: Mapping[str, str]) -> str:
+def format_evaluation(logs: Mapping[str, Any], keys: Mapping[str, str]) -> str:
     """The same of an evaluation, of whichever data set: loss, exact match, key metrics, and what compute_metrics gives
     (none of whose names has a slash, as our own do).
     """
@@ -58,7 +58,7 @@ def results(logs: Mapping[str, Any], keys: Mapping[str, str]) -> str:
     for key, value in logs.items():
         # keys begin with eval_ or eval_NAME_, so a key metric is known by how its key ends
         known = next((name for name in keys if key.endswith(f"_{name}")), None)
-        if known or not ("/" in key or key.endswith(_UNSHOWN)):
+        if known or not ("/" in key or key.endswith(_HIDDEN_SUFFIXES)):
             name = key.removesuffix(known) + keys[known] if known else key
             shown.append(f"{name.removeprefix('eval_')} {_number(value)}")
     return "  ".join(shown)
@@ -103,7 +103,7 @@ class LogLines(PrinterCallback):
         elapsed = time.monotonic() - self.begun[0]
         step = state.global_step
         if "loss" in logs:
-            text = figures(logs, self.key_metrics)
+            text = format_metrics(logs, self.key_metrics)
             initial = self.begun[1]
             return tqdm.format_meter(step, state.max_steps, elapsed, prefix=text, bar_format=_LINE, initial=initial)
         if "train_runtime" in logs:
@@ -112,9 +112,9 @@ class LogLines(PrinterCallback):
             took = tqdm.format_interval(logs["train_runtime"])
             return f"step {step}/{state.max_steps}  done in {took}, mean loss {_number(logs['train_loss'])}"
         if "rounds/round" in logs:
-            told = figures(logs, {f"rounds/{name}": name.replace("_", " ") for name in _OF_ROUND})
+            told = format_metrics(logs, {f"rounds/{name}": name.replace("_", " ") for name in _ROUND_METRICS})
             return f"step {step}/{state.max_steps}  answers of round {logs['rounds/round']:g}: {told}"
-        return f"step {step}/{state.max_steps}  evaluation: {results(logs, self.key_metrics)}"
+        return f"step {step}/{state.max_steps}  evaluation: {format_evaluation(logs, self.key_metrics)}"
 
 
 class ProgressBar(ProgressCallback):
@@ -171,7 +171,7 @@ def _make_bar(total: int, form: str, **options: Any) -> Any:
     return tqdm(total=total, bar_format=form, dynamic_ncols=True, smoothing=0, disable=None, **options)
 
 
-def replace_callback(trainer: Any, key_metrics: Mapping[str, str]) -> None:
+def replace_progress_callback(trainer: Any, key_metrics: Mapping[str, str]) -> None:
     """Replace the callback that HF's Trainer has just added, for bars or (disable_tqdm) for printing, by ours of that
     kind. The caller's own callbacks stay, and so does a notebook's table.
     """
@@ -183,7 +183,7 @@ def replace_callback(trainer: Any, key_metrics: Mapping[str, str]) -> None:
         trainer.add_callback(ours[type(default)](key_metrics))
 
 
-def messages_above() -> AbstractContextManager:
+def logs_above_progress_bar() -> AbstractContextManager:
     """What is logged inside appears above a bar, not in it."""
     return logging_redirect_tqdm() if sys.stderr.isatty() else nullcontext()
 
@@ -250,7 +250,7 @@ class LogLastStep(TrainerCallback):
 
 
 class TaskProgress:
-    """What is done of some long work: a bar on a terminal, otherwise a line in the log every `QUIET` seconds."""
+    """What is done of some long work: a bar on a terminal, otherwise a line in the log every `LOG_INTERVAL` seconds."""
 
     def __init__(self, total: int, title: str, unit: str, done: int = 0, shown: bool = True):
         self.total = total

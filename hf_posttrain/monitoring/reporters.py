@@ -12,14 +12,14 @@ from transformers import TrainerCallback
 from transformers.integrations import INTEGRATION_TO_CALLBACK
 
 logger = logging.getLogger(__name__)
-_KINDS: Any = tuple(INTEGRATION_TO_CALLBACK.values())
+_REPORTER_CALLBACKS: Any = tuple(INTEGRATION_TO_CALLBACK.values())
 _EVENTS = [name for name in dir(TrainerCallback) if name.startswith("on_")]
 
 
-def keep_from_failing(callbacks: list[Any], config: Mapping[str, Any]) -> None:
+def isolate_failures(callbacks: list[Any], config: Mapping[str, Any]) -> None:
     """An error in a reporter becomes a warning, and the run goes on without it. config: what W&B's is to hold too."""
     for reporter in callbacks:
-        if isinstance(reporter, _KINDS) and not hasattr(reporter, "failed"):
+        if isinstance(reporter, _REPORTER_CALLBACKS) and not hasattr(reporter, "failed"):
             reporter.failed = False
             for event in _EVENTS:
                 setattr(reporter, event, partial(_attempt, reporter, getattr(reporter, event), config))

@@ -1,4 +1,4 @@
-"""What goes wrong in training runs, seen in their logs: `look` finds the SYMPTOMS that a history shows.
+"""What goes wrong in training runs, seen in their logs: `find_symptoms` finds the SYMPTOMS that a history shows.
 
 A history is the training logs so far, oldest first: each with `step`, `rows` (trained so far), and whatever was logged.
 A symptom is found by a pure function from a history to the figures that show it, as text, or None. One odd log is no
@@ -13,8 +13,8 @@ from statistics import mean
 from typing import NamedTuple, TypeAlias
 
 History: TypeAlias = Sequence[Mapping[str, float]]
-ENDS = 200
-"""Logs at both ends that `bounded` keeps. More than any number of logs, steps or rows that a symptom wants: what shows
+HISTORY_ENDS = 200
+"""Logs at both ends that `thin_history` keeps. More than any number of logs, steps or rows that a symptom wants: what shows
 from the start is seen, or refuted, within the first ENDS."""
 _REWARDS = ("rewards/chosen", "rewards/rejected")
 
@@ -53,7 +53,7 @@ def kl_zero(history: History) -> str | None:
     on one side of it the loss saturates, or stays at 0.5.
     """
     # in healthy runs noise clamps many, but not all of ten
-    logs = _last(history, 10, "step", 50)
+    logs = _recent_logs(history, 10, "step", 50)
     if not logs or not all(log.get("kl_clamped", 0) > 0.999 or abs(log.get("kl", 1)) < 1e-6 for log in logs):
         return None
     return f"kl {mean(log['kl'] for log in logs):.2g} over the last {len(logs)} logs, never above 0"
@@ -63,7 +63,7 @@ def no_learning(history: History) -> str | None:
     """Rewards stay at 0 although the learning rate has passed its warm-up: it is meant for another kind of training
     (LoRA wants ten times that of all weights), or bf16 weights swallow the updates.
     """
-    logs = history[_peak(history) :]
+    logs = history[_peak_learning_rate(history) :]
     if len(logs) < 5 or logs[-1]["step"] - logs[0]["step"] < 50:
         return None
     # rewards without a reference are no log-ratios: such methods do not log the change of chosen answers
@@ -92,7 +92,7 @@ def label_leak(history: History) -> str | None:
 
 def clipped_rollouts(history: History) -> str | None:
     """The student is not taught to end its answers, and time goes into tokens behind the point where it should have."""
-    logs = _last(history, 3, "rows", 64)
+    logs = _recent_logs(history, 3, "rows", 64)
     if not logs or not all(log.get("generation/stopped", 1.0) <= 0.05 for log in logs):
         return None
     return f"generation/stopped {logs[-1]['generation/stopped']:.2g}, length {logs[-1]['generation/length']:.4g}"
@@ -102,7 +102,7 @@ def empty_rollouts(history: History) -> str | None:
     """Rollouts are a terminal token alone: the prompt looks finished to the student (it ends in a turn end, or the
     template adds no opening of the answer), or the student has collapsed into silence.
     """
-    logs = _last(history, 3, "rows", 64)
+    logs = _recent_logs(history, 3, "rows", 64)
     # the terminal token counts into the length; a rollout that is cut after one token has not ended
     short = logs and all(log.get("generation/length", 2.0) <= 1.1 for log in logs)
     if not short or logs[-1]["generation/stopped"] < 0.9:
@@ -115,7 +115,7 @@ def no_eos(history: History) -> str | None:
     base model that has never seen any.
     """
     ended = any(log.get("generation/stopped", 1.0) > 0 for log in history)
-    return "generation/stopped 0 in all logs" if _last(history, 5, "rows", 128) and not ended else None
+    return "generation/stopped 0 in all logs" if _recent_logs(history, 5, "rows", 128) and not ended else None
 
 
 # ---- all of them
@@ -138,10 +138,10 @@ SYMPTOMS = {  # in the order in which they are looked for
     "no_eos": Symptom(no_eos, "no rollout has ever ended by itself"),
     "label_leak": Symptom(label_leak, "every preference was predicted right almost from the start"),
 }
-NAMES = ("nan", *SYMPTOMS)  # what `train.stop_on` takes
+SYMPTOM_NAMES = ("nan", *SYMPTOMS)  # what `train.stop_on` takes
 
 
-def look(
+def find_symptoms(
     history: History, remedies: Mapping[str, str], loss_types: Sequence[str] = (), told: Collection[str] = ()
 ) -> dict[str, str]:
     """The symptoms that the history of a run shows: name -> what, with which figures, what to do.
@@ -160,7 +160,7 @@ def look(
 # ---- histories
 
 
-def _last(history: History, count: int, key: str, least: float) -> History:
+def _recent_logs(history: History, count: int, key: str, least: float) -> History:
     """The last logs: `count`, or as many as `key` (step, rows) takes to grow by `least`; none where there are fewer."""
     for n in range(count, len(history) + 1):
         before = history[-n - 1][key] if len(history) > n else 0.0
@@ -169,7 +169,7 @@ def _last(history: History, count: int, key: str, least: float) -> History:
     return []
 
 
-def _peak(history: History) -> int:
+def _peak_learning_rate(history: History) -> int:
     """The first log of the highest learning rate."""
     return max(range(len(history)), key=lambda n: history[n].get("learning_rate", 0.0), default=0)
 
@@ -179,20 +179,20 @@ def _has_moved(log: Mapping[str, float]) -> bool:
     return not all(abs(log.get(name, 0.0)) < 1e-3 for name in _REWARDS)
 
 
-def bounded(history: History) -> list[Mapping[str, float]]:
+def thin_history(history: History) -> list[Mapping[str, float]]:
     """Of many logs the first and last ENDS, the peak of the learning rate, and the last that refutes `no_learning`.
 
     Later logs after these show the same as after all of them, where a run is looked at from its start.
     """
     count = len(history)
     last_moved = next((n for n in reversed(range(count)) if _has_moved(history[n])), 0)
-    kept = {*range(min(ENDS, count)), _peak(history), last_moved, *range(max(count - ENDS, 0), count)}
+    kept = {*range(min(HISTORY_ENDS, count)), _peak_learning_rate(history), last_moved, *range(max(count - HISTORY_ENDS, 0), count)}
     return [history[n] for n in sorted(kept)] if history else []
 
 
 # ---- options
 
 
-def listed(given: list[str] | str | None) -> list[str]:
+def as_names(given: list[str] | str | None) -> list[str]:
     """The names that an option gives: none, one, or a list of them."""
     return [given] if isinstance(given, str) else list(given or [])

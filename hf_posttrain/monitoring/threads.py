@@ -3,7 +3,7 @@
 import os
 
 
-def crowded(threads: int, processes: int) -> str:
+def oversubscription_hint(threads: int, processes: int) -> str:
     """Return in a line that threads wait for each other, empty if there are cores for all of them.
 
     threads: of each process. processes: of the run on this machine.

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..methods import papers
-from ..monitoring.symptoms import listed
+from ..monitoring.symptoms import as_names
 from ..trainer.method_spec import Method, Paper
 from ..trainer.saving import CARD_MARKER
 from .page import render
@@ -68,6 +68,6 @@ def is_hub_name(name: str) -> bool:
 def list_papers(row: Method | None, arguments: Mapping[str, Any], lora: bool) -> list[Paper]:
     """The papers of a method, of its loss_type, and of LoRA."""
     own = [row.paper] if row and row.paper else []
-    losses = [row.loss_papers.get(name) for name in listed(arguments.get("loss_type"))] if row else []
+    losses = [row.loss_papers.get(name) for name in as_names(arguments.get("loss_type"))] if row else []
     keys = dict.fromkeys([*losses, "hu2021lora" if lora else None])
     return own + [papers()[key] for key in keys if key]

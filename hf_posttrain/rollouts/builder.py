@@ -152,7 +152,7 @@ class RolloutBuilder:
         """Return one micro-batch, with what is known about its tokens before the step."""
         batch = self.trainer.data_collator.lay_out(examples)
         branches = [branch.ids for example in examples for branch in example.branches]
-        batch = batch.replace(repeated=torch.tensor([rollout.repeated_share(ids) for ids in branches]))
+        batch = batch.replace(repeated=torch.tensor([rollout.repeated_ngram_share(ids) for ids in branches]))
 
         def of_tokens(values: list[list[Any]]) -> torch.Tensor:
             """Return the values of each completion, which may have been cut, as values of tokens, [N, ...]."""

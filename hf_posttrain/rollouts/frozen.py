@@ -8,7 +8,7 @@ from typing import Any
 import datasets
 from accelerate.utils import gather_object
 
-from ..data.teacher_prompts import COLUMNS as FOR_TEACHER
+from ..data.teacher_prompts import TEACHER_COLUMNS
 from ..errors import InputError
 from ..generation import rollout
 from ..models import score_cache
@@ -125,7 +125,7 @@ class Frozen(OnPolicy):
         """`teacher` of all rows: K x {teacher_ids, ...} each. All ranks call it."""
         trainer = self.trainer
         args = self.trainer.args
-        read = [name for name in (*PROMPT_COLUMNS, *FOR_TEACHER) if name in self.of.column_names]
+        read = [name for name in (*PROMPT_COLUMNS, *TEACHER_COLUMNS) if name in self.of.column_names]
         rows = datasets.concatenate_datasets([self.of.select_columns(read), sampled], axis=1)
         merged = trainer.eos.ids.tolist()
         request: Request = trainer.request("dense", args.teacher.top_k)

@@ -7,7 +7,7 @@ from typing import Any
 
 from accelerate.utils import gather_object
 
-from ..generation.completions_client import in_background
+from ..generation.completions_client import run_in_background
 from ..trainer.interface import TrainerInterface
 
 
@@ -31,7 +31,7 @@ class PrefetchedRollouts:
         """Sample in the background. key: what identifies the rollouts; process: which start of the server samples."""
         self.key = _as_json(key)
         self.process = process
-        self.future = in_background(sample)
+        self.future = run_in_background(sample)
 
     def take(self, key: Any, process: str | None) -> Callable[[], Any] | None:
         """Return what gives the rollouts that were begun for `key`, once; None where there are none, and where the

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import error_context
-from ..generation.graders import find_grader, grade
+from ..generation.graders import load_grader, grade
 from .completion import Rollout
 from .options import RewardOptions
 
@@ -22,7 +22,7 @@ class Reward:
     def __init__(self, options: RewardOptions):
         self.options = options
         with error_context("reward"):
-            self.grader = find_grader(options.function)
+            self.grader = load_grader(options.function)
 
     def grades(
         self, tokenizer: PreTrainedTokenizerBase, rows: Sequence[dict[str, Any]], rollouts: Sequence[Rollout]

@@ -30,7 +30,7 @@ from safetensors.torch import load_file, save_file
 from ..capabilities import Feature, conflict
 from ..errors import InputError
 from ..generation import rollout
-from ..generation.completions_client import PLAIN, together
+from ..generation.completions_client import UNMODIFIED_SAMPLING, raise_on_all_ranks
 from ..scoring import forward as scoring
 from ..scoring.head import LogProb
 from ..scoring.layouts import Branch, Example
@@ -156,7 +156,7 @@ class VLLMSampler:
         draw = example_ids(inner)
         size = min(trainer.vocabulary, inner.config.get_text_config().vocab_size)
         prompts = [[token % size for token in draw(PROBE_TOKENS)] for _ in range(PROBE_PROMPTS)]
-        with rollout.forked(trainer.accelerator.device):  # an engine in this process may draw
+        with rollout.preserve_rng(trainer.accelerator.device):  # an engine in this process may draw
             groups = self._agreed(lambda: self._sample(prompts, 1, [*range(PROBE_PROMPTS)], PROBE_TOKENS))
         ids, logps = zip(*(group[0] for group in groups), strict=True)
         examples = [Example(prompt, [Branch(answer)]) for prompt, answer in zip(prompts, ids, strict=True)]
@@ -234,7 +234,7 @@ class VLLMSampler:
                 place.mkdir(exist_ok=True)
                 save_file(weights, file, metadata={"format": "pt"})
 
-        together(write)  # the disk may be full
+        raise_on_all_ranks(write)  # the disk may be full
         return place
 
     def _remove(self, number: int) -> None:
@@ -268,7 +268,7 @@ def sampling_parameters(trainer: Any) -> dict[str, Any]:
         raise InputError(f"{lacks}, and vLLM can be kept from drawing {_MAX_LOGIT_BIASES}: set sampler: policy")
     return {
         "temperature": options.temperature,
-        **PLAIN,
+        **UNMODIFIED_SAMPLING,
         "stop_token_ids": trainer.terminal_ids,
         "ignore_eos": True,  # ours alone, and they stay in the rollout
         "logit_bias": {token: _EXCLUDED_TOKEN_BIAS for token in padding} or None,

@@ -14,7 +14,7 @@ from accelerate.utils import gather_object
 from peft import PeftConfig
 
 from ..errors import InputError
-from ..generation.completions_client import Server, ServerError, as_server_error, at_once, together
+from ..generation.completions_client import Server, ServerError, as_server_error, run_concurrently, raise_on_all_ranks
 from ..scoring import forward as scoring
 from ..trainer.interface import TrainerInterface
 from .completion import Completion
@@ -40,7 +40,7 @@ class VLLMServerSampler(VLLMSampler):
 
     def __init__(self, trainer: TrainerInterface):
         super().__init__(trainer)
-        self.card = card = together(lambda: check_server(self.options, self.lora, trainer.args.max_length))
+        self.card = card = raise_on_all_ranks(lambda: check_server(self.options, self.lora, trainer.args.max_length))
         self.server = _make_server(self.options)
         self.model = card["id"]
         base = scoring.causal_lm(trainer.model).name_or_path
@@ -84,7 +84,7 @@ class VLLMServerSampler(VLLMSampler):
                 raise ServerError(f"the vLLM server {self.server.url} has requests of others: it must serve this alone")
             return self._process()
 
-        self.process = together(send)
+        self.process = raise_on_all_ranks(send)
         self._remove(self.count - 1 if self.lora else self.count)  # the newest adapter stays: vLLM may read it again
 
     def _call(self, method: str, **given: Any) -> None:
@@ -101,8 +101,8 @@ class VLLMServerSampler(VLLMSampler):
             begun = self.begun
             self.begun = None
             try:
-                found = together(begun or sample)
-                same = together(lambda: not first or self._process() == self.process)
+                found = raise_on_all_ranks(begun or sample)
+                same = raise_on_all_ranks(lambda: not first or self._process() == self.process)
             except ServerError as error:
                 if not (self.lora and error.status == 404):  # it has forgotten the adapter
                     raise
@@ -147,7 +147,7 @@ class VLLMServerSampler(VLLMSampler):
             choices = self.server.complete(shared | {"seed": seeds[number]}, prompts[number])
             return [(choice["token_ids"], choice["logprobs"]["token_logprobs"]) for choice in choices]
 
-        return at_once(ask, range(len(prompts)))
+        return run_concurrently(ask, range(len(prompts)))
 
     def _likely(self) -> str:
         if self.dtype is None or self.card.get("logprobs_mode") not in (None, "processed_logprobs"):

@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from tokenizers_for_tests import byte_tokenizer
 
 from hf_posttrain.errors import InputError
-from hf_posttrain.generation.exact_match import ExactMatch, answerable, exact_match
+from hf_posttrain.generation.exact_match import ExactMatch, prompts_with_answers, exact_match
 from hf_posttrain.generation.final_answer import final_answer
 
 
@@ -158,11 +158,11 @@ def test_exact_match_is_the_share_of_equal_final_answers():
 def test_rows_that_can_be_asked_and_graded():
     pair = {"prompt_ids": [1, 2], "chosen_ids": [3], "rejected_ids": [4]}
     labelled = [{"prompt_ids": [1, 2], "completion_ids": [n], "label": n == 3} for n in (3, 4)]
-    assert answerable([pair]) == answerable(labelled) == ([[1, 2]], [[3]])
+    assert prompts_with_answers([pair]) == prompts_with_answers(labelled) == ([[1, 2]], [[3]])
     whole, prompt_only = {"prompt_ids": [1], "completion_ids": [2]}, {"prompt_ids": [1, 2], "completion_ids": []}
     for rows in ([whole], [prompt_only], labelled[1:], []):
         with pytest.raises(InputError, match="eval_exact_match needs eval rows with a prompt and an answer"):
-            answerable(rows)
+            prompts_with_answers(rows)
 
 
 def test_the_answer_of_the_data_is_the_first_turn_and_whole(caplog):

@@ -19,10 +19,10 @@ def captured(monkeypatch):
     """Offer the way on CPU, and list what was captured: the shapes of the tokens and of the mask."""
     found = []
     monkeypatch.setattr(
-        sampler_selection, "can_replay", lambda model: graphs.takes_mask(model, rollout.growing_cache(model))
+        sampler_selection, "can_replay", lambda model: graphs.accepts_prepared_mask(model, rollout.growing_cache(model))
     )
-    monkeypatch.setattr(graphs, "CHUNK", 5)
-    monkeypatch.setattr(graphs, "MULTIPLE", 2)
+    monkeypatch.setattr(graphs, "COLUMN_CHUNK", 5)
+    monkeypatch.setattr(graphs, "COLUMN_MULTIPLE", 2)
 
     class Graph:
         def __init__(self, of):
@@ -45,7 +45,7 @@ def captured(monkeypatch):
 @pytest.mark.parametrize("batch_size", [None, 3])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_greedy_completions_are_those_of_each_prompt_alone(name, batch_size, captured, monkeypatch):
-    monkeypatch.setitem(rollout.READ_EVERY, "cpu", 2)
+    monkeypatch.setitem(rollout.END_CHECK_INTERVAL, "cpu", 2)
     model = tiny_model(name)
     free = [alone(model, prompt, 12, []) for prompt in PROMPTS]
     ends = [free[0][2], free[2][6]]
@@ -55,7 +55,7 @@ def test_greedy_completions_are_those_of_each_prompt_alone(name, batch_size, cap
 
 
 def test_a_graph_serves_until_a_buffer_is_full_or_half_of_the_rows_have_ended(captured, monkeypatch):
-    monkeypatch.setitem(rollout.READ_EVERY, "cpu", 1)
+    monkeypatch.setitem(rollout.END_CHECK_INTERVAL, "cpu", 1)
     model = tiny_model()
     prompts = [[1, 2, 3], [4, 5, 6], [9, 8, 7], [3, 2, 1]]
     rollout.generate(model, prompts, 12, [], 256)
@@ -116,13 +116,13 @@ def test_fsdp2_keeps_its_hooks_while_weights_are_whole(monkeypatch, tmp_path):
     monkeypatch.setattr(type(model), "device", torch.device("cuda"))
     weights = [SimpleNamespace(device=torch.device("cuda"))]
     monkeypatch.setattr(model, "parameters", lambda: iter(weights))
-    assert graphs.can_replay(model)
+    assert graphs.supports_cuda_graphs(model)
     with monkeypatch.context() as patch:
-        patch.setenv(graphs.SWITCH, "0")
-        assert not graphs.can_replay(model)
+        patch.setenv(graphs.DISABLE_VARIABLE, "0")
+        assert not graphs.supports_cuda_graphs(model)
     weights[0].ds_id = 3
-    assert not graphs.can_replay(model)
+    assert not graphs.supports_cuda_graphs(model)
     del weights[0].ds_id
     layer = model.model.layers[0]
     layer.__class__ = type("FSDPLayer", (FSDPModule, type(layer)), {})  # as fully_shard does
-    assert not graphs.can_replay(model)
+    assert not graphs.supports_cuda_graphs(model)

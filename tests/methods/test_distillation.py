@@ -182,8 +182,8 @@ def test_rollouts_train_their_end_and_nothing_after_it(tmp_path, monkeypatch):
 
 
 def test_generation_stops_at_any_terminal_id():
-    assert rollout.until_terminal([5, 6, 258, 256, 256], [256, 258]) == [5, 6, 258]
-    assert rollout.until_terminal([5, 6, 7], [258]) == [5, 6, 7]
+    assert rollout.truncate_at_terminal([5, 6, 258, 256, 256], [256, 258]) == [5, 6, 258]
+    assert rollout.truncate_at_terminal([5, 6, 7], [258]) == [5, 6, 7]
 
 
 def test_one_generation_call_serves_the_whole_window(tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ from models_for_tests import tiny_model
 from training_for_tests import LORA, assert_same_step, fix_rollouts, one_step, token_rows, trainer_for
 
 from hf_posttrain import OPDTrainer
-from hf_posttrain.generation.rollout import repeated_share
+from hf_posttrain.generation.rollout import repeated_ngram_share
 from hf_posttrain.methods import opd_diagnostics, opd_metrics
 from hf_posttrain.methods.opd_diagnostics import (
     BUCKETS,
@@ -75,7 +75,7 @@ def test_numbers_by_position_and_shares_of_sums():
     ("ids", "share"), [([1, 2, 3], 0.0), ([1, 2, 3, 4, 5], 0.0), ([1] * 8, 0.8), ([1, 2, 3, 4] * 2, 0.2), ([], 0.0)]
 )
 def test_the_share_of_what_is_repeated(ids, share):
-    assert repeated_share(ids) == pytest.approx(share)
+    assert repeated_ngram_share(ids) == pytest.approx(share)
 
 
 @pytest.mark.parametrize(

@@ -81,14 +81,14 @@ def test_an_evaluation_is_a_line_and_custom_metrics_are_in_it(tmp_path, capsys):
 
 def test_several_evaluation_sets_keep_their_names():
     logs = {"eval_easy_loss": 1.5, "eval_easy_rewards/margins": 0.25, "eval_easy_logps/chosen": -3.0, "epoch": 1.0}
-    assert progress.results(logs, TABLE["dpo"].key_metrics) == "easy_loss 1.5  easy_margin 0.25"
+    assert progress.format_evaluation(logs, TABLE["dpo"].key_metrics) == "easy_loss 1.5  easy_margin 0.25"
 
 
 def test_figures_of_a_log():
     logs = {"loss": 0.693147, "kl": -0.00012346, "rewards/margins": 1234567.0, "tokens_per_second": 41234.5}
     expected = "loss 0.6931  margin 1.235e+06  KL -0.0001235  41,234 tokens/s"
-    assert progress.figures(logs, TABLE["kto"].key_metrics) == expected
-    assert progress.figures({"loss": float("nan")}, {}) == "loss nan"
+    assert progress.format_metrics(logs, TABLE["kto"].key_metrics) == expected
+    assert progress.format_metrics({"loss": float("nan")}, {}) == "loss nan"
 
 
 def test_time_left_is_that_of_this_run(monkeypatch):

@@ -55,7 +55,7 @@ def losses_of(trainer):
 @pytest.fixture
 def impatient(monkeypatch):
     """No server is waited for longer than some seconds."""
-    monkeypatch.setattr(http, "PATIENCE", Retry(total=2, read=0, backoff_factor=0.1, allowed_methods=None))
+    monkeypatch.setattr(http, "RETRIES", Retry(total=2, read=0, backoff_factor=0.1, allowed_methods=None))
 
 
 @pytest.mark.parametrize("prefetch", [False, True])

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from ...generation.graders import find_grader, grade
+from ...generation.graders import load_grader, grade
 from .question import Question
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ class FunctionJudge:
 
     def __init__(self, section: Any, tokenizer: "PreTrainedTokenizerBase | None" = None, device: object = None):
         self.name = section.name or section.by
-        self.grader = find_grader(self.name)
+        self.grader = load_grader(self.name)
 
     def key(self) -> str:
         """As `Judge`: a hash of the file that has the function."""

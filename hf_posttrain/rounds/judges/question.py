@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ...generation.exact_match import right_answer
+from ...generation.exact_match import correct_answer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -94,5 +94,5 @@ def _asked(row: Mapping[str, Any], tokenizer: "PreTrainedTokenizerBase") -> tupl
 
 def _reference(row: Mapping[str, Any], tokenizer: Any) -> str | None:
     """The right answer of a prepared row; None where it has none, or a wrong one."""
-    right = right_answer(dict(row))
+    right = correct_answer(dict(row))
     return tokenizer.decode(right, skip_special_tokens=True) if right else None

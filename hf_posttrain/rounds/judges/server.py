@@ -17,7 +17,7 @@ import urllib3
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ...errors import InputError
-from ...generation.completions_client import LATE, Server, ServerError, at_once
+from ...generation.completions_client import REQUEST_TIMEOUT, Server, ServerError, run_concurrently
 from .question import Question
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class ServerJudge:
         pairs = [(q, a, b) for q in questions for a, b in pairs_to_compare(q.answers, self.section.opponents)]
         differ = [(q, a, b) for q, a, b in pairs if q.answers[a] != q.answers[b]]  # of equal ones neither is better
         self.check()
-        found = iter(at_once(self._ask, [(q, *pair) for q, a, b in differ for pair in ((a, b), (b, a))]))
+        found = iter(run_concurrently(self._ask, [(q, *pair) for q, a, b in differ for pair in ((a, b), (b, a))]))
         won = {id(q): [[] for _ in q.answers] for q in questions}  # type: dict[int, list[list[float]]]
         lost = 0
         for question, a, b in pairs:
@@ -120,7 +120,7 @@ class ServerJudge:
                     raise ServerError(f"{error}: the key is read from OPENAI_API_KEY", error.status) from error
                 if not error.status:  # nobody is there any more: what was judged before is kept
                     raise
-                self.last = f"{error}: raise timeout" if error.status == LATE else str(error)
+                self.last = f"{error}: raise timeout" if error.status == REQUEST_TIMEOUT else str(error)
                 if error.status == 400 and "temperature" in str(error) and "temperature" in sent:
                     self.greedy = {}  # some models have but one
                     continue
