@@ -50,7 +50,7 @@ def measure(settings: Settings, by: str) -> Iterator[Record]:
         gap = autocast(worst_gap)(model, prompts[:CHECKED_ROWS], completions[:CHECKED_ROWS])
         right = gap <= NEAR_BEST and all(len(ids) == new_tokens for ids in completions)
         record: Record = {"by": by, "rows": rows, "new_tokens": new_tokens, "gap": gap, "right": right}
-        record["way"] = getattr(causal_lm(model), "answers_by", ("", 0))[0]
+        record["way"] = getattr(causal_lm(model), "generation_backend", ("", 0))[0]
         if right:
             cost = measure_call(settings.device, run, 1, warm_up=False)
             record |= {"peak_gib": cost.peak_gib, "added_gib": cost.added_gib}

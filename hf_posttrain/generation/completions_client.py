@@ -52,7 +52,7 @@ Found = TypeVar("Found")
 
 
 class RetryLogFilter(logging.Filter):
-    """Passes one of urllib3's lines about a try that failed, in other words, and no other for QUIET seconds."""
+    """Passes one of urllib3's lines about a try that failed, in other words, and no other for LOG_INTERVAL seconds."""
 
     last = -math.inf
 
@@ -60,7 +60,7 @@ class RetryLogFilter(logging.Filter):
         if not str(record.msg).startswith("Retrying"):
             return True
         now = time.monotonic()
-        if now - self.last <= QUIET:
+        if now - self.last <= LOG_INTERVAL:
             return False
         self.last = now
         if isinstance(record.args, tuple) and len(record.args) == 3:
@@ -75,7 +75,7 @@ logging.getLogger("urllib3.connectionpool").addFilter(RetryLogFilter())
 
 class ServerError(InputError):
     """A server is not there, refuses, or answers otherwise than it must. status: of HTTP, 0 where nothing answered,
-    LATE where it took too long.
+    REQUEST_TIMEOUT where it took too long.
     """
 
     def __init__(self, message: str, status: int = 0):
@@ -120,7 +120,7 @@ class Server:
         except ValueError as error:
             raise ServerError(f"{self.option}: {url} answered no JSON ({_error_message(text)}): is it that server?") from error
 
-    def card(self, **options: Any) -> dict[str, Any]:
+    def model_info(self, **options: Any) -> dict[str, Any]:
         """What it says of its model: id, root (a name or folder), max_model_len. Raises ServerError at once where it
         cannot be asked.
         """
@@ -130,7 +130,7 @@ class Server:
         except (TypeError, LookupError) as error:
             raise ServerError(f"{self.option}: {self.url}/v1/models names no model: {str(listed)[:200]}") from error
 
-    def settings(self) -> dict[str, Any] | None:
+    def vllm_config(self) -> dict[str, Any] | None:
         """VLLM's own, which it tells in development mode alone (VLLM_SERVER_DEV_MODE=1); None: it does not."""
         try:
             return self.get("/server_info?config_format=json")["vllm_config"]

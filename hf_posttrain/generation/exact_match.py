@@ -36,7 +36,7 @@ def prompts_with_answers(rows: Iterable[dict]) -> tuple[list[Prompt], list[list[
 
     Raises InputError for rows without prompts, or without answers.
     """
-    answered = [(Prompt.of(row), gold) for row in rows if (gold := correct_answer(row))]
+    answered = [(Prompt.from_row(row), gold) for row in rows if (gold := correct_answer(row))]
     if all(len(prompt) < 2 for prompt, _ in answered):
         raise InputError("eval_exact_match needs eval rows with a prompt and an answer")
     return [prompt for prompt, _ in answered], [gold for _, gold in answered]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import InputError, shown
+from ..errors import InputError, short_repr
 from .final_answer import final_answer
 
 Grader = Callable[..., Sequence[float]]
@@ -25,7 +25,7 @@ def exact_match(prompts: list[str], completions: list[str], references: list[str
     return [float(final_answer(one) == final_answer(str(other))) for one, other in pairs]
 
 
-def find_grader(name: str) -> Grader:
+def load_grader(name: str) -> Grader:
     """`exact_match`, or a function of the user's, as package.module:name; the current folder is looked in too. Raises
     InputError where there is none.
     """
@@ -40,7 +40,7 @@ def find_grader(name: str) -> Grader:
             raise ValueError("no function")
     except Exception as error:  # of the user's module, for one
         wanted = "exact_match, or package.module:name of a function that can be imported"
-        raise InputError(f"function {name!r} ({_told(error)}): {wanted}") from error
+        raise InputError(f"function {name!r} ({_describe(error)}): {wanted}") from error
     try:
         inspect.signature(found).bind(prompts=[], completions=[], references=[])
     except TypeError as error:
@@ -68,21 +68,21 @@ def grade(
     except InputError:
         raise
     except Exception as error:  # of the user's code
-        raise InputError(f"{name} failed: {_told(error)}") from error
+        raise InputError(f"{name} failed: {_describe(error)}") from error
     wanted = f"a finite number for each of {len(completions)} completions is wanted"
     try:
         found = [None if abstain and value is None else float(value) for value in given]
     except (TypeError, ValueError) as error:  # such as None, or texts
-        raise InputError(f"{name} gave {shown(given)}: {wanted}") from error
+        raise InputError(f"{name} gave {short_repr(given)}: {wanted}") from error
     if len(found) != len(completions):
         raise InputError(f"{name} gave {len(found)} numbers: {wanted}")
     wrong = next((n for n, value in enumerate(found) if not (value is None or math.isfinite(value))), None)
     if wrong is not None:
-        raise InputError(f"{name} gave {found[wrong]} for {shown(completions[wrong])}: {wanted}")
+        raise InputError(f"{name} gave {found[wrong]} for {short_repr(completions[wrong])}: {wanted}")
     return found
 
 
-def _told(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     """An error of the user's code, and where in it that was raised."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     place = f" ({Path(last.filename).name}, line {last.lineno})"

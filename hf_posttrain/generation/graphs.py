@@ -132,7 +132,7 @@ class FixedSteps:
 
         Raises RuntimeError if the capture fails, after which torch cannot be relied on.
         """
-        if not self.on_gpu or not getattr(self.model, "captures", True) or self.used + 1 == self.end:
+        if not self.on_gpu or not getattr(self.model, "can_capture_graph", True) or self.used + 1 == self.end:
             return self._forward()
         try:
             with error_on_sync():
@@ -140,7 +140,7 @@ class FixedSteps:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            self.model.captures = False  # type: ignore[assignment]
+            self.model.can_capture_graph = False  # type: ignore[assignment]
             name = type(self.model).__name__
             why = (str(error).splitlines() or [""])[0]
             logger.info("%s decodes without CUDA graphs, more slowly: %s", name, why)

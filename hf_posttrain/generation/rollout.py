@@ -19,15 +19,15 @@ from torch.nn.functional import pad
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from ..scoring.cpu import draw, few_rows
-from ..scoring.forward import cache_argument, causal_lm, eval_mode, rounded_products, unwrapped
+from ..scoring.cpu import sample_ids, fast_small_batches
+from ..scoring.forward import cache_argument, causal_lm, eval_mode, precast_weights, unwrap_model
 from . import hf_generate, sampler_selection
-from .batch_size import rows_that_fit
+from .batch_size import max_generation_batch
 from .graphs import FixedSteps
 
-READ_EVERY = {"cuda": 8}
+END_CHECK_INTERVAL = {"cuda": 8}
 """Tokens between two looks for rows that have ended: on a GPU a look waits for it, and a row in vain costs little."""
-GRAM = 4
+NGRAM_SIZE = 4
 """Tokens of what counts as repeated."""
 
 
@@ -51,7 +51,7 @@ class TokenSampler:
         else:
             probs = torch.softmax(logits / self.temperature, dim=-1)
             broken = probs[:, 0].isnan()  # as is the whole row then
-            token = draw(probs.masked_fill_(broken[:, None], 1.0))  # CUDA would end the process
+            token = sample_ids(probs.masked_fill_(broken[:, None], 1.0))  # CUDA would end the process
         return token.masked_fill(broken, self.vocabulary)
 
 
@@ -80,20 +80,20 @@ def generate(
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
     completions: list[list[int]] = [[] for _ in prompts]
     longest = max(map(len, prompts), default=0) + max_new_tokens
-    way, proven = getattr(inner, "answers_by", ("", 0))
-    with torch.no_grad(), eval_mode(model), rounded_products(model):
+    way, proven = getattr(inner, "generation_backend", ("", 0))
+    with torch.no_grad(), eval_mode(model), precast_weights(model):
         if prompts and longest > proven:
-            try_out = lambda way, some: answer(model, way, some, 3, [own], pad_id, TokenSampler(None, own))  # noqa: E731
-            way, proven = inner.answers_by = sampler_selection.choose(model, longest, try_out)
-        size = 1 if way == sampler_selection.ALONE else batch_size
+            try_out = lambda way, some: generate_batch(model, way, some, 3, [own], pad_id, TokenSampler(None, own))  # noqa: E731
+            way, proven = inner.generation_backend = sampler_selection.select_backend(model, longest, try_out)
+        size = 1 if way == sampler_selection.HF_SINGLE else batch_size
         if size is None:
             size = max(len(prompts), 1)
-            if prompts and way in sampler_selection.OWN and inner.device.type == "cuda":
-                size = rows_that_fit(inner, growing_cache(inner), size, longest + GrowingLayer.SPARE)
+            if prompts and way in sampler_selection.NATIVE and inner.device.type == "cuda":
+                size = max_generation_batch(inner, growing_cache(inner), size, longest + GrowingLayer.SPARE)
         for start in range(0, len(order), size):
             chosen = order[start : start + size]
             given = [prompts[i] for i in chosen]
-            found = answer(model, way, given, max_new_tokens, terminal_ids, pad_id, sampler, see)
+            found = generate_batch(model, way, given, max_new_tokens, terminal_ids, pad_id, sampler, see)
             for i, ids in zip(chosen, found, strict=True):
                 completions[i] = ids
     return completions
@@ -106,7 +106,7 @@ def growing_cache(model: PreTrainedModel) -> DynamicCache:
     return cache
 
 
-def answer(
+def generate_batch(
     model: nn.Module,
     way: str,
     prompts: Sequence[Sequence[int]],
@@ -117,16 +117,16 @@ def answer(
     see: Any = None,
 ) -> list[list[int]]:
     """`generate` for one batch, in a way of `choose_way`."""
-    shown = ((prompt, getattr(prompt, "pictures", ())) for prompt in prompts)
+    shown = ((prompt, getattr(prompt, "images", ())) for prompt in prompts)
     pictures = [one for prompt, pictures in shown if pictures for one in see.reader.shown_in(prompt, pictures)]
-    if way in sampler_selection.OWN and not pictures:
-        with few_rows(model):
+    if way in sampler_selection.NATIVE and not pictures:
+        with fast_small_batches(model):
             replay = way == sampler_selection.GRAPHS
             return decode(causal_lm(model), prompts, max_new_tokens, terminal_ids, sampler, replay)
-    padded = left_padded(prompts, pad_id, causal_lm(model).device)
-    visual = see.of_prompts(pictures, padded[0], causal_lm(model)) if pictures else {}
-    rows = hf_generate.generate(unwrapped(model), *padded, max_new_tokens, terminal_ids, pad_id, sampler, visual)
-    return [until_terminal(row, terminal_ids) for row in rows]
+    padded = left_pad(prompts, pad_id, causal_lm(model).device)
+    visual = see.prompt_arguments(pictures, padded[0], causal_lm(model)) if pictures else {}
+    rows = hf_generate.generate(unwrap_model(model), *padded, max_new_tokens, terminal_ids, pad_id, sampler, visual)
+    return [truncate_at_terminal(row, terminal_ids) for row in rows]
 
 
 # ---- our own decoding
@@ -203,7 +203,7 @@ def decode(
     """
     # Read each distinct prompt once. Padding is on the left, so that the next token of every row is in one column.
     number = {prompt: n for n, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
-    ids, mask = left_padded(list(number), 0, model.device)
+    ids, mask = left_pad(list(number), 0, model.device)
     position = mask.cumsum(-1).sub(1).clamp(min=0)
     cache = growing_cache(model)
     logits = _last_logits(model, ids, mask, position, cache)
@@ -215,7 +215,7 @@ def decode(
     logits = logits[rows]
     state = (model, cache, mask[rows], position[rows, -1:])
     forwards = FixedSteps(*state, max_new_tokens - 1) if replay else GrowingSteps(*state)
-    ends = _lookup(terminal_ids, sampler.vocabulary, ids.device)
+    ends = _membership_mask(terminal_ids, sampler.vocabulary, ids.device)
     alive = torch.arange(len(prompts), device=ids.device)  # [n]: the completion that each row of the batch belongs to
     going = torch.ones_like(alive, dtype=torch.bool)  # [n]: rows that have not ended
     completions = torch.full((len(prompts), max_new_tokens), -1, device=ids.device)
@@ -226,7 +226,7 @@ def decode(
         token = token.clamp(max=sampler.vocabulary - 1)
         going &= ~ends[token]
         # Rows that have ended leave the batch, and the cache. Asking how many there are waits for the device.
-        if (step + 1) % READ_EVERY.get(ids.device.type, 1) == 0 and (count := int(going.sum())) < len(going):
+        if (step + 1) % END_CHECK_INTERVAL.get(ids.device.type, 1) == 0 and (count := int(going.sum())) < len(going):
             if count == 0:
                 break
             if count <= forwards.shrinks_at * len(going):
@@ -240,7 +240,7 @@ def decode(
 
     found = [[token for token in row if token >= 0] for row in completions.tolist()]
     if any(token >= sampler.vocabulary for row in found for token in row):
-        raise RuntimeError(hf_generate.BROKEN)
+        raise RuntimeError(hf_generate.NONFINITE_LOGITS)
     return found
 
 
@@ -250,14 +250,14 @@ def _last_logits(model: PreTrainedModel, ids: Tensor, mask: Tensor, position: Te
     return model(input_ids=ids, attention_mask=mask, position_ids=position, **options).logits[:, -1]
 
 
-def _lookup(ids: Sequence[int], vocabulary: int, device: torch.device) -> Tensor:
+def _membership_mask(ids: Sequence[int], vocabulary: int, device: torch.device) -> Tensor:
     """Which ids of a vocabulary are among `ids`, [V] bool: `torch.isin` of many ids waits for a GPU."""
     found = torch.zeros(vocabulary, dtype=torch.bool)
     found[[token for token in ids if 0 <= token < vocabulary]] = True
     return found.to(device)
 
 
-def left_padded(prompts: Sequence[Sequence[int]], pad_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def left_pad(prompts: Sequence[Sequence[int]], pad_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Ids and mask, [prompts, L]."""
     longest = max(map(len, prompts))
     ids = [[pad_id] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
@@ -265,7 +265,7 @@ def left_padded(prompts: Sequence[Sequence[int]], pad_id: int, device: torch.dev
     return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
 
 
-def until_terminal(ids: list[int], terminal_ids: Sequence[int]) -> list[int]:
+def truncate_at_terminal(ids: list[int], terminal_ids: Sequence[int]) -> list[int]:
     """The tokens up to and with the first terminal id."""
     end = next((n for n, token in enumerate(ids) if token in terminal_ids), len(ids))
     return ids[: end + 1]
@@ -282,17 +282,17 @@ def mix_seed(*seed: int) -> int:
 @contextmanager
 def seeded(device: torch.device, *seed: int) -> Iterator[None]:
     """Random numbers that depend on `seed` alone (seed, step, rank); the global generators stay as they were."""
-    with forked(device):
+    with preserve_rng(device):
         torch.manual_seed(mix_seed(*seed))
         yield
 
 
-def forked(device: torch.device) -> AbstractContextManager[None]:
+def preserve_rng(device: torch.device) -> AbstractContextManager[None]:
     """What is drawn inside leaves the global generators, of CPU and this device, as they were."""
     return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
 
 
-def repeated_share(ids: Sequence[int]) -> float:
-    """The share of a rollout's runs of GRAM tokens that were there before; 0 of a shorter one."""
-    grams = Counter(zip(*(ids[start:] for start in range(GRAM)), strict=False))
+def repeated_ngram_share(ids: Sequence[int]) -> float:
+    """The share of a rollout's runs of NGRAM_SIZE tokens that were there before; 0 of a shorter one."""
+    grams = Counter(zip(*(ids[start:] for start in range(NGRAM_SIZE)), strict=False))
     return 1 - len(grams) / grams.total() if grams else 0.0

@@ -13,22 +13,22 @@ from torch import nn
 from transformers import PreTrainedModel, TrainingArguments
 from transformers.integrations.liger import apply_liger_kernel
 
-from ..errors import InputError, nearest
+from ..errors import InputError, name_hint
 from ..scoring import forward
 from ..scoring.attention import BY_SEGMENT
-from ..scoring.head import LOW
+from ..scoring.head import HALF_DTYPES
 from ..scoring.varlen import has_varlen_kernel
 
 logger = logging.getLogger(__name__)
-RECOMPILATIONS = 32  # of one layer's code, beyond which torch would run it as written
+RECOMPILE_LIMIT = 32  # of one layer's code, beyond which torch would run it as written
 
 
-def speed_up(model: nn.Module, args: TrainingArguments, second: bool = False) -> None:
+def apply_liger_and_compile(model: nn.Module, args: TrainingArguments, second: bool = False) -> None:
     """Give a model's layers Liger's kernels, and compile them, where the Config says so. Raises InputError where that
     cannot be; a `second` model is left as it is then, with a line in the log.
     """
     try:
-        _speed_up(forward.causal_lm(model), args)
+        _apply(forward.causal_lm(model), args)
     except InputError as error:
         if not second:
             raise
@@ -39,7 +39,7 @@ def warn_if_not_compiled(model: PreTrainedModel, args: TrainingArguments) -> Non
     """Say where torch_compile does nothing: in activation checkpointing dynamo compiles a layer whole or not at all,
     and attention piece by piece is called as written.
     """
-    half = args.bf16 or args.fp16 or model.dtype in LOW
+    half = args.bf16 or args.fp16 or model.dtype in HALF_DTYPES
     pieces = model.config.get_text_config()._attn_implementation == BY_SEGMENT
     pieces = pieces and not (half and has_varlen_kernel(args.device))
     if args.torch_compile and args.activation_checkpointing and pieces:
@@ -49,7 +49,7 @@ def warn_if_not_compiled(model: PreTrainedModel, args: TrainingArguments) -> Non
         )
 
 
-def _speed_up(inner: PreTrainedModel, args: Any) -> None:
+def _apply(inner: PreTrainedModel, args: Any) -> None:
     if args.use_liger_kernel:
         from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN as KNOWN
 
@@ -59,7 +59,7 @@ def _speed_up(inner: PreTrainedModel, args: Any) -> None:
         own = inspect.signature(KNOWN[inner.config.model_type]).parameters.keys() - {"model"}
         for kernel in args.liger_kernel_config.keys() - own:
             if "cross_entropy" not in kernel:  # of the head, which the Config switched off
-                raise InputError(f"liger_kernel_config: Liger has no {kernel} for {name}{nearest(kernel, own)}")
+                raise InputError(f"liger_kernel_config: Liger has no {kernel} for {name}{name_hint(kernel, own)}")
         try:
             apply_liger_kernel(inner, args.liger_kernel_config)
         except ValueError as error:  # an activation that it has not, for one
@@ -68,7 +68,7 @@ def _speed_up(inner: PreTrainedModel, args: Any) -> None:
         logger.info("compiling the decoder layers (%s): the first steps take longer", args.torch_compile_backend)
         # the same code is compiled for kinds of layers, for two models, with gradient and without: 8 are soon too few
         limits = torch.compiler.config
-        limits.recompile_limit = max(limits.recompile_limit, RECOMPILATIONS)
+        limits.recompile_limit = max(limits.recompile_limit, RECOMPILE_LIMIT)
         for layer in decoder_layers(inner):
             layer.compile(dynamic=True, backend=args.torch_compile_backend, mode=args.torch_compile_mode)
 

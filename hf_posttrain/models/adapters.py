@@ -17,24 +17,24 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 from transformers import PreTrainedConfig
 
-from ..errors import InputError, nearest
+from ..errors import InputError, name_hint
 from ..scoring import forward
 from .config import ModelSection
 
 logger = logging.getLogger(__name__)
-_WITH_A_LOSS = ("kasa_config", "monteclora_config")  # variants of LoRA
-_OF_MAMBA = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
+_VARIANTS_WITH_LOSS = ("kasa_config", "monteclora_config")  # variants of LoRA
+_MAMBA_MODEL_TYPES = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
 """Models in which PEFT refuses an adapter on out_proj (tuners_utils._check_lora_target_modules_mamba)."""
-_PLAIN = ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")  # Falcon's, whose class writes the product out
+_PLAIN_LINEAR_NAMES = ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")  # Falcon's, whose class writes the product out
 _INIT_BY_WEIGHT = ("orthogonal", "pissa", "olora", "lora_ga", "mica")
 """Values of init_lora_weights, or their beginnings, that read the weight of a layer."""
 _INIT_BY_DATA = {"corda": "eigens", "eva": None, "lora_ga": "_peft_loraga_grad"}
 """Values of init_lora_weights that data decide -> what PEFT's preprocessing leaves with a layer, before the adapter."""
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-ASKED = "peft_config (model.lora)"
+PEFT_OPTION = "peft_config (model.lora)"
 """The options that ask for an adapter, for messages."""
 ZERO_ROW = 1e-4
-_FRIENDLY = {"alpha": "lora_alpha", "dropout": "lora_dropout"}
+_LORA_ALIASES = {"alpha": "lora_alpha", "dropout": "lora_dropout"}
 
 
 def lora_config(section: ModelSection, where: str = "model") -> peft.LoraConfig | None:
@@ -45,7 +45,7 @@ def lora_config(section: ModelSection, where: str = "model") -> peft.LoraConfig 
     """
     if section.lora is None:
         return None
-    values = {_FRIENDLY.get(name, name): value for name, value in section.lora.items()}
+    values = {_LORA_ALIASES.get(name, name): value for name, value in section.lora.items()}
     if len(values) < len(section.lora):
         raise InputError(f"{where}: model.lora gives alpha or dropout under two names")
     # PEFT takes a string as a regular expression of whole names, and a plain word is none of them
@@ -63,7 +63,7 @@ def check_adapter_kind(config: peft.PeftConfig) -> None:
     a forward: inputs of its own, or as AdaLoRA a loss, and calls in each step; or that draws its weights in each.
     """
     kind = getattr(config.peft_type, "value", config.peft_type)
-    variant = next((name for name in _WITH_A_LOSS if getattr(config, name, None)), None)
+    variant = next((name for name in _VARIANTS_WITH_LOSS if getattr(config, name, None)), None)
     if config.is_prompt_learning or variant or kind in ("ADALORA", "POLY", "PVERA", "SHADOW", "XLORA"):
         what = variant or kind
         raise InputError(f"{what}: only adapters that act inside the layers, by themselves, are supported (LoRA, ...)")
@@ -88,25 +88,25 @@ def add_adapter(model: nn.Module, config: Any, vision: bool = False) -> nn.Modul
     on_meta = next(model.parameters()).is_meta
     asked = config
     _check_init(asked, model)
-    config = adapter_shape(config) if on_meta else copy.deepcopy(config)  # PEFT writes into it
+    config = config_with_default_init(config) if on_meta else copy.deepcopy(config)  # PEFT writes into it
     if hasattr(config, "exclude_modules"):
-        config.exclude_modules = _joined(config.exclude_modules, _left_out(model, config, vision))
+        config.exclude_modules = _merge_excluded(config.exclude_modules, _excluded_modules(model, config, vision))
     modules = [name for name, _ in model.named_modules()]
     # PEFT reads these rows of the embedding at once
     tokens = getattr(config, "trainable_token_indices", None) or getattr(config, "token_indices", None) or []
     rows = itertools.chain(*tokens.values()) if isinstance(tokens, dict) else tokens
     size = forward.causal_lm(model).config.get_text_config().vocab_size
     if wrong := [row for row in rows if row not in range(size)]:
-        raise InputError(f"{ASKED}: trainable_token_indices: {wrong[0]} is none of the {size} tokens of the model")
+        raise InputError(f"{PEFT_OPTION}: trainable_token_indices: {wrong[0]} is none of the {size} tokens of the model")
     with _unchanged_on_error(model):
-        policy = _with_adapter(model, config, asked, modules)
-        for problem in itertools.chain(_passed_over(policy, asked, modules), _not_loaded(policy)):
-            raise InputError(f"{ASKED}: {problem}")
+        policy = _inject_adapter(model, config, asked, modules)
+        for problem in itertools.chain(_ignored_options(policy, asked, modules), _unloadable_weights(policy)):
+            raise InputError(f"{PEFT_OPTION}: {problem}")
     _fill_zero_rows(policy)
     return policy
 
 
-def _with_adapter(model: Any, config: Any, asked: Any, modules: list[str]) -> Any:
+def _inject_adapter(model: Any, config: Any, asked: Any, modules: list[str]) -> Any:
     """The model with PEFT's layers in it. Raises InputError for what PEFT refuses, and for an initialization that reads
     weights which a layer does not have.
 
@@ -124,7 +124,7 @@ def _with_adapter(model: Any, config: Any, asked: Any, modules: list[str]) -> An
         if found := re.match(r"'(\w+)' object has no attribute 'weight'", str(error)):
             raise _init_without_weight(init, found[1]) from error
         first = str(error).strip().partition("\n")[0]
-        raise InputError(f"{ASKED}: {first.rstrip('.')}{_meant_module(config, modules)}") from error
+        raise InputError(f"{PEFT_OPTION}: {first.rstrip('.')}{_module_hint(config, modules)}") from error
     if str(init).startswith(_INIT_BY_WEIGHT):
         for layer in adapted_layers(policy):
             if not hasattr(base := layer.get_base_layer(), "weight"):
@@ -162,7 +162,7 @@ def _check_init(config: Any, model: nn.Module) -> None:
         left = _INIT_BY_DATA[init]
         if left is None or not any(hasattr(module, left) for module in model.modules()):
             fix = "initialize the adapter with PEFT and pass that model, or choose another value"
-            raise InputError(f"{ASKED}: init_lora_weights: {init} reads data before training: {fix}")
+            raise InputError(f"{PEFT_OPTION}: init_lora_weights: {init} reads data before training: {fix}")
 
 
 def _try_init(config: peft.PeftConfig) -> None:
@@ -179,16 +179,16 @@ def _init_without_weight(init: Any, layer: str) -> InputError:
     """Return the error for an initialisation that reads the weight of a layer, where there is none."""
     problem = f"init_lora_weights: {init} reads the weight of each layer, and {layer} keeps its experts as parameters"
     fix = "set init_lora_weights: true, or target_modules to layers outside of the experts, such as [q_proj, v_proj]"
-    return InputError(f"{ASKED}: {problem}: {fix}")
+    return InputError(f"{PEFT_OPTION}: {problem}: {fix}")
 
 
-def _meant_module(config: peft.PeftConfig, modules: Iterable[str]) -> str:
+def _module_hint(config: peft.PeftConfig, modules: Iterable[str]) -> str:
     """Return "; did you mean 'q_proj'?" for a target module that the model lacks and that resembles one of its own."""
     targets = getattr(config, "target_modules", None)
     if not isinstance(targets, list | set | tuple):
         return ""
     known = {name.rpartition(".")[2] for name in modules} - {""}
-    hints = (nearest(str(name), known, listed=False) for name in sorted(targets) if name not in known)
+    hints = (name_hint(str(name), known, list_valid=False) for name in sorted(targets) if name not in known)
     return next(filter(None, hints), "")
 
 
@@ -210,28 +210,28 @@ def _fill_zero_rows(policy: nn.Module) -> None:
                     magnitude.weight[rows] = (layer.scaling[name] * lora_b[rows] @ lora_a).norm(dim=1)
 
 
-def _left_out(model: nn.Module, config: peft.PeftConfig, vision: bool) -> list[str]:
+def _excluded_modules(model: nn.Module, config: peft.PeftConfig, vision: bool) -> list[str]:
     """Modules that get no adapter, whatever its config says: a tower's unless `vision`, and what all-linear leaves
     out.
     """
     found = []
     if getattr(config, "target_modules", None) == "all-linear":
         linear = {name: type(module) for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-        found = _left_out_of_all_linear(forward.causal_lm(model).config, linear)
-    if not vision and forward.sees(model):
-        found += [name for name, _ in model.named_modules() if forward.is_vision(model, name)]
+        found = _excluded_from_all_linear(forward.causal_lm(model).config, linear)
+    if not vision and forward.is_vision_language_model(model):
+        found += [name for name, _ in model.named_modules() if forward.is_vision_parameter(model, name)]
         logger.info("no adapter on the tower for pictures (train_vision: false)")
     return found
 
 
-def _joined(theirs: Any, ours: list[str]) -> Any:
+def _merge_excluded(theirs: Any, ours: list[str]) -> Any:
     """`exclude_modules` of a user, names or an expression of whole ones, with more names."""
     if not isinstance(theirs, str):
         return [*(theirs or ()), *ours] or None
     return "|".join([f"(?:{theirs})", *(rf"(?:.*\.)?{re.escape(name)}" for name in ours)])
 
 
-def _left_out_of_all_linear(config: PreTrainedConfig, linear: dict[str, Any]) -> list[str]:
+def _excluded_from_all_linear(config: PreTrainedConfig, linear: dict[str, Any]) -> list[str]:
     """Names of layers that all-linear leaves out: routers that are linear by class and return several tensors, and what
     PEFT refuses in models of Mamba's kind, whose kernels read the weight itself.
     """
@@ -240,15 +240,15 @@ def _left_out_of_all_linear(config: PreTrainedConfig, linear: dict[str, Any]) ->
         for name, kind in linear.items()
         if kind.__module__.startswith("transformers.models.")
     }
-    found = {name for name, kind in own.items() if kind.forward is not nn.Linear.forward and name not in _PLAIN}
-    if getattr(config, "model_type", "") in _OF_MAMBA:
+    found = {name for name, kind in own.items() if kind.forward is not nn.Linear.forward and name not in _PLAIN_LINEAR_NAMES}
+    if getattr(config, "model_type", "") in _MAMBA_MODEL_TYPES:
         found |= {"out_proj"} & {name.rpartition(".")[2] for name in linear}
     if found:
         logger.info("all-linear: no adapter on %s, whose output or weight is used otherwise", ", ".join(sorted(found)))
     return sorted(found)
 
 
-def _passed_over(policy: Any, asked: Any, modules: list[str]) -> Iterator[str]:
+def _ignored_options(policy: Any, asked: Any, modules: list[str]) -> Iterator[str]:
     """What PEFT has left out in silence of `asked`, an adapter's config as the user gave it.
 
     modules: names in the model without the adapter.
@@ -265,7 +265,7 @@ def _passed_over(policy: Any, asked: Any, modules: list[str]) -> Iterator[str]:
             patterns = {end: rf"(.*\.)?{re.escape(end)}" for end in sorted(wanted)}
         for each, pattern in patterns.items():
             if not any(re.fullmatch(pattern, name) for name in names):
-                missing = f"matches nothing in the model{nearest(each, ends, listed=False)}"
+                missing = f"matches nothing in the model{name_hint(each, ends, list_valid=False)}"
                 yield f"{option}: {each!r} {'is left out by other options' if each in ends else missing}"
     for option in ("rank_pattern", "alpha_pattern"):
         # of several expressions that match a layer PEFT takes the first
@@ -286,7 +286,7 @@ def _passed_over(policy: Any, asked: Any, modules: list[str]) -> Iterator[str]:
         yield f"ensure_weight_tying: LoRA on a tied head does not stay tied on its way to a GPU: use {instead}"
 
 
-def _not_loaded(policy: peft.PeftModel) -> Iterator[str]:
+def _unloadable_weights(policy: peft.PeftModel) -> Iterator[str]:
     """What of an adapter is saved and would not be loaded again. PEFT loads through the renamings that transformers has
     for weights of older files, and those of Laguna turn names of its shared experts into others.
     """
@@ -302,7 +302,7 @@ def _not_loaded(policy: peft.PeftModel) -> Iterator[str]:
             yield f"PEFT would not load again what is saved of {len(lost)} layers of {kind}: {mend}"
 
 
-def of_adapters(policy: peft.PeftModel, name: str) -> bool:
+def is_adapter_weight(policy: peft.PeftModel, name: str) -> bool:
     """Does the weight of this name go away when adapters are switched off? LoRA's bias, one of the base, does not."""
     return any(part in name for part in (str(policy.base_model.prefix), ".modules_to_save.", ".trainable_tokens_"))
 
@@ -325,13 +325,13 @@ def describe_adapter(policy: peft.PeftModel) -> str:
     left = Counter[str]()
     fused_left: set[str] = set()
     for name, weight in inner.named_parameters():
-        if of_adapters(policy, name):
+        if is_adapter_weight(policy, name):
             continue
         total += weight.numel()
         if id(weight) in reached | trained:
             acted += weight.numel()
         elif weight.dim() > 1 and id(weight) not in embedded:
-            kind = _kind(name.replace(".base_layer", ""))
+            kind = _layer_kind(name.replace(".base_layer", ""))
             left[kind] += weight.numel()
             fused_left |= {kind} if weight.dim() == 3 and id(weight) not in convolutions else set()
     said = f"the adapter acts on {100 * acted / max(total, 1):.0f} % of the model's weights"
@@ -342,7 +342,7 @@ def describe_adapter(policy: peft.PeftModel) -> str:
     return said
 
 
-def _kind(name: str) -> str:
+def _layer_kind(name: str) -> str:
     """Return the end of a weight's name that is the same in all layers: `mlp.experts.gate_up_proj`, `q_proj`."""
     parts = [part for part in name.removesuffix(".weight").split(".") if part]
     last = max((n for n, part in enumerate(parts) if part.isdigit()), default=-1)
@@ -380,7 +380,7 @@ def adapted_layers(model: nn.Module) -> list[Any]:
     return [layer for layer in model.modules() if isinstance(layer, BaseTunerLayer)]
 
 
-def adapter_shape(config: Any) -> Any:
+def config_with_default_init(config: Any) -> Any:
     """A copy of an adapter's config for weights that come next: PiSSA and the like would change the base once more."""
     copied = copy.deepcopy(config)
     if hasattr(copied, "init_lora_weights"):

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from ..errors import InputError, path_hint
 from ..options import option
 
-ADAPTER = "adapter_config.json"
+ADAPTER_CONFIG = "adapter_config.json"
 """What a folder with an adapter has."""
 
 
@@ -111,9 +111,9 @@ def section_from_adapter(folder: Path, base: str | None = None) -> ModelSection:
     if not folder.exists():
         raise InputError(f"there is no folder {folder}{path_hint(folder)}")
     if not file.is_file() or not any(folder.glob("adapter_model.*")):
-        inside = sorted(folder.glob(f"*/{ADAPTER}"), key=os.path.getmtime)
+        inside = sorted(folder.glob(f"*/{ADAPTER_CONFIG}"), key=os.path.getmtime)
         hint = f"; did you mean '{inside[-1].parent}'?" if inside else ""
-        raise InputError(f"{folder} has no adapter ({ADAPTER} and adapter_model.safetensors){hint}")
+        raise InputError(f"{folder} has no adapter ({ADAPTER_CONFIG} and adapter_model.safetensors){hint}")
     try:
         named = base or json.loads(file.read_text(encoding="utf-8"))["base_model_name_or_path"]
     except (ValueError, KeyError, TypeError):

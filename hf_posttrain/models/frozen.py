@@ -37,7 +37,7 @@ class FrozenModel:
         self.model = model.eval()
         self.accelerator = accelerator
         self.offload = offload
-        self.sharded = engine.shards(accelerator)
+        self.sharded = engine.shards_weights(accelerator)
         self.on_device = False
 
     def __enter__(self) -> nn.Module:
@@ -64,10 +64,10 @@ def precast_linear_weights(model: nn.Module, accelerator: Accelerator) -> nn.Mod
 
     Those of an embedding stay, and all where an engine cuts them, since it wants one dtype.
     """
-    if not engine.shards(accelerator):
+    if not engine.shards_weights(accelerator):
         embedded = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
         with accelerator.autocast():
-            for layer, low in forward.products(model, accelerator.device):
+            for layer, low in forward.autocast_linear_layers(model, accelerator.device):
                 if id(layer.weight) not in embedded:
                     layer.weight.data = layer.weight.data.to(low)
     return model
@@ -115,7 +115,7 @@ class Reference:
             )
         with self.trainer.accelerator.autocast(), self.second or nullcontext(policy) as model:
             scored = scored or ([batch] if self.lay_out is None else self.lay_out(batch))
-            with self.inside(forward.unwrapped(model)):
+            with self.inside(forward.unwrap_model(model)):
                 found = [branch_logps(model, part).view(len(batch.index), -1) for part in scored]
                 return torch.cat(found, dim=1)
 
@@ -126,7 +126,7 @@ class Reference:
         if self.checked or not self.starts_equal or self.trainer.state.global_step or not logps.requires_grad:
             return
         self.checked = True
-        policy = forward.unwrapped(self.trainer.model)
+        policy = forward.unwrap_model(self.trainer.model)
         if self.second is None and self.inside not in (None, nullcontext):
             trained = [name for name, weight in policy.named_parameters() if weight.requires_grad]
             if base := [name for name in trained if not is_adapter_weight(policy, name)]:

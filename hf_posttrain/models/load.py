@@ -26,9 +26,9 @@ from transformers.utils.quantization_config import Mxfp4Config
 from transformers.video_processing_utils import BaseVideoProcessor
 
 from ..data import chat
-from ..data.images import read_by, with_pictures
-from ..data.lengths import largest_id
-from ..errors import InputError, nearest, nearest_path, shown
+from ..data.images import get_image_reader, attach_image_reader
+from ..data.lengths import largest_token_id
+from ..errors import InputError, name_hint, path_hint, short_repr
 from .adapters import check_adapter_kind
 from .config import ModelSection, has_tokenizer, is_local
 
@@ -42,13 +42,13 @@ def check_model(section: ModelSection) -> PreTrainedConfig:
     if section.quantization != "none" and importlib.util.find_spec("bitsandbytes") is None:
         raise InputError(f"quantization: {section.quantization} needs bitsandbytes: pip install bitsandbytes")
     if section.adapter:
-        with names_the_source("adapter", section.adapter):
+        with as_input_error("adapter", section.adapter):
             check_adapter_kind(peft.PeftConfig.from_pretrained(section.adapter))
     name = section.name_or_path
     if (Path(name) / "adapter_config.json").is_file() and not (Path(name) / "config.json").is_file():
         load_it = f"PeftModel.from_pretrained(base, {name!r}) (to train it further, with is_trainable=True)"
         raise InputError(f"{name} is an adapter: load its base model and pass {load_it} in its place")
-    with names_the_source("model", name):
+    with as_input_error("model", name):
         return transformers.AutoConfig.from_pretrained(name, trust_remote_code=section.trust_remote_code)
 
 
@@ -65,9 +65,9 @@ def load_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
     # an adapter that is continued brings the tokenizer and the template that it was trained with
     own = Path(section.adapter or "")
     name = str(own) if section.adapter and has_tokenizer(own) else section.name_or_path
-    with names_the_source("tokenizer", name):
+    with as_input_error("tokenizer", name):
         if section.images:
-            tokenizer = with_pictures(load_processor(name, section))
+            tokenizer = attach_image_reader(load_processor(name, section))
         else:
             tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=section.trust_remote_code)
     # of a folder with config.json alone transformers makes an empty tokenizer
@@ -76,9 +76,9 @@ def load_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
     theirs = own / "chat_template.jinja"
     if section.chat_template or (section.adapter and theirs.is_file()):
         tokenizer.chat_template = Path(section.chat_template or theirs).read_text(encoding="utf-8")
-    if reader := read_by(tokenizer):
+    if reader := get_image_reader(tokenizer):
         reader.processor.chat_template = tokenizer.chat_template  # it is what is saved
-    return with_pad(tokenizer)
+    return with_pad_token(tokenizer)
 
 
 def load_processor(name: str, section: ModelSection) -> Any:
@@ -87,7 +87,7 @@ def load_processor(name: str, section: ModelSection) -> Any:
     config = transformers.AutoConfig.from_pretrained(section.name_or_path, **options)
     known = getattr(transformers, PROCESSOR_MAPPING_NAMES.get(config.model_type, ""), None)
     if known is not None and not is_torchvision_available() and "video_processor" in known.get_attributes():
-        made = without_videos(known).from_pretrained(name, **options)
+        made = without_video_processor(known).from_pretrained(name, **options)
         with suppress(OSError):  # it has none
             made.videos, _ = BaseVideoProcessor.get_video_processor_dict(name)
         return made
@@ -95,7 +95,7 @@ def load_processor(name: str, section: ModelSection) -> Any:
 
 
 @functools.cache
-def without_videos(kind: Any) -> Any:
+def without_video_processor(kind: Any) -> Any:
     """A class of processors whose part for videos is None: it wants torchvision even where no video is read."""
 
     class PicturesAlone(kind):
@@ -112,7 +112,7 @@ def without_videos(kind: Any) -> Any:
             return made
 
         def __reduce__(self) -> tuple:
-            return _not_yet_made, (kind,), vars(self)
+            return _new_without_video_processor, (kind,), vars(self)
 
         @classmethod
         def get_attributes(cls) -> list[str]:
@@ -147,12 +147,12 @@ def without_videos(kind: Any) -> Any:
     return PicturesAlone
 
 
-def _not_yet_made(kind: Any) -> Any:
+def _new_without_video_processor(kind: Any) -> Any:
     """A processor without videos that pickle gives its attributes."""
-    return object.__new__(without_videos(kind))
+    return object.__new__(without_video_processor(kind))
 
 
-def with_pad(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+def with_pad_token(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
     """Return the tokenizer itself, with a special turn end and a pad token.
 
     The pad token is an unused one of its vocabulary, its eos, or what ends a turn of its chat template. Raises
@@ -181,7 +181,7 @@ def check_tokenizer_fits(tokenizer: PreTrainedTokenizerBase, config: PreTrainedC
     size = config.get_text_config().vocab_size
     used = [tokenizer.bos_token_id, tokenizer.eos_token_id]
     if max(tokenizer.get_vocab().values()) >= size:
-        used += map(largest_id, rows)
+        used += map(largest_token_id, rows)
     if (top := max(i for i in [*used, tokenizer.pad_token_id] if i is not None)) >= size:
         raise InputError(
             f"the tokenizer of {name} uses id {top} ({tokenizer.convert_ids_to_tokens(top)!r}), and the model has only "
@@ -189,7 +189,7 @@ def check_tokenizer_fits(tokenizer: PreTrainedTokenizerBase, config: PreTrainedC
         )
 
 
-def drawable_ids(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> int:
+def sampling_vocab_size(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> int:
     """Ids below this may be drawn: those behind them stand for no token of the tokenizer, or the model lacks them."""
     return min(max(tokenizer.get_vocab().values()) + 1, config.get_text_config().vocab_size)
 
@@ -231,14 +231,14 @@ def load_model(
     if is_classifier(config):
         raise InputError(f"model {section.name_or_path}: it is a sequence classifier, and writes no text")
     whole = trainable and section.lora is None and not section.adapter
-    options = set_in_config(config, options or {})
-    kwargs = _options(section) | {"dtype": weights_dtype(section, config, whole, device)} | options
+    options = apply_config_options(config, options or {})
+    kwargs = _auto_class_kwargs(section) | {"dtype": weights_dtype(section, config, whole, device)} | options
     name = section.name_or_path
-    with names_the_option(name, config, options), names_the_source("model", name):
+    with as_unknown_option_error(name, config, options), as_input_error("model", name):
         if section.from_scratch:
             kwargs.pop("use_safetensors", None)
-            with whole_weights():
-                model = _kind(section, config).from_config(config, **kwargs)
+            with unsharded_initialization():
+                model = _auto_class(section, config).from_config(config, **kwargs)
         else:
             kwargs["config"] = config
             # pickled weights can run code, as a model's own code can
@@ -258,7 +258,7 @@ def load_model(
             packed = (getattr(config, "quantization_config", None) or {}).get("quant_method") == "mxfp4"
             if packed and section.quantization == "none":
                 kwargs["quantization_config"] = Mxfp4Config(dequantize=True)
-            model = _kind(section, config).from_pretrained(section.name_or_path, **kwargs)
+            model = _auto_class(section, config).from_pretrained(section.name_or_path, **kwargs)
             if packed and section.quantization == "none":  # or plain weights would be saved as if they were packed
                 vars(model).pop("_weight_conversions", None)
                 for weight in model.parameters():
@@ -277,7 +277,7 @@ def with_saved_adapter(model: Any, section: ModelSection, trainable: bool) -> An
     without_memory = next(model.parameters()).is_meta
     options = {"is_trainable": trainable, "low_cpu_mem_usage": without_memory}
     try:
-        with names_the_source("adapter", section.adapter):
+        with as_input_error("adapter", section.adapter):
             model = peft.PeftModel.from_pretrained(model, section.adapter, **options)
     except RuntimeError as error:
         if "size mismatch" not in str(error):
@@ -288,11 +288,11 @@ def with_saved_adapter(model: Any, section: ModelSection, trainable: bool) -> An
     here = Path(section.name_or_path)
     if base.name != here.name or (base.is_dir() and here.is_dir() and base.resolve() != here.resolve()):
         logger.warning("adapter %s was trained on %s, not on %s", section.adapter, base, section.name_or_path)
-    _check_loaded(model, section, without_memory)
+    _check_adapter_keys(model, section, without_memory)
     return model
 
 
-def _check_loaded(model: Any, section: ModelSection, without_memory: bool) -> None:
+def _check_adapter_keys(model: Any, section: ModelSection, without_memory: bool) -> None:
     """Raises InputError where PEFT has left out weights of an adapter's file, or found none for layers of the base: it
     warns of the one, and says nothing of the other.
     """
@@ -307,39 +307,39 @@ def _check_loaded(model: Any, section: ModelSection, without_memory: bool) -> No
 def load_skeleton(section: ModelSection) -> PreTrainedModel:
     """The model of `section` without weights, on the meta device, with its generation config."""
     config = check_model(section)
-    with names_the_source("model", section.name_or_path), whole_weights(), torch.device("meta"):
-        model = _kind(section, config).from_config(config, **_options(section))
-    if own := generation_config_of(section):
+    with as_input_error("model", section.name_or_path), unsharded_initialization(), torch.device("meta"):
+        model = _auto_class(section, config).from_config(config, **_auto_class_kwargs(section))
+    if own := load_generation_config(section):
         model.generation_config = own
     return model
 
 
-def generation_config_of(section: ModelSection) -> transformers.GenerationConfig | None:
+def load_generation_config(section: ModelSection) -> transformers.GenerationConfig | None:
     """What `section` has saved of how it generates, if it has."""
     with suppress(OSError):
         return transformers.GenerationConfig.from_pretrained(section.name_or_path)
     return None
 
 
-def _kind(section: ModelSection, config: PreTrainedConfig) -> Any:
+def _auto_class(section: ModelSection, config: PreTrainedConfig) -> Any:
     """The auto class of a section's model. Raises InputError where it is to see pictures and cannot."""
     if not section.images:
-        if only_sees(config):
+        if is_vision_only(config):
             sees = f"{section.name_or_path} ({config.model_type}) is a model that sees"
             raise InputError(f"{sees}: set images: true, or in Python pass its processor as processing_class")
         return transformers.AutoModelForCausalLM
-    if not _sees(config):
+    if not _supports_images(config):
         raise InputError(f"images: {section.name_or_path} ({config.model_type}) sees no pictures: set images: false")
     return transformers.AutoModelForImageTextToText
 
 
-def _sees(config: PreTrainedConfig) -> bool:
+def _supports_images(config: PreTrainedConfig) -> bool:
     return type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 
-def only_sees(config: PreTrainedConfig) -> bool:
+def is_vision_only(config: PreTrainedConfig) -> bool:
     """Is a model there with its tower alone, so that it has a processor and no causal LM?"""
-    return _sees(config) and type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    return _supports_images(config) and type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
 
 
 def saved_with_vision(config: PreTrainedConfig) -> bool:
@@ -383,7 +383,7 @@ _OF_LOADER = (
 """Options that `from_pretrained` takes and does not name in its signature."""
 
 
-def take_options(section: ModelSection, options: Mapping[str, Any], owner: str = "model_init_kwargs") -> dict[str, Any]:
+def apply_model_init_kwargs(section: ModelSection, options: Mapping[str, Any], owner: str = "model_init_kwargs") -> dict[str, Any]:
     """Put TRL's `model_init_kwargs` into a section, and return those that it has no field for.
 
     owner: the option that holds them, for messages. Raises InputError for a dtype that does not exist, and for a
@@ -409,16 +409,16 @@ def take_options(section: ModelSection, options: Mapping[str, Any], owner: str =
     left = {name: value for name, value in left.items() if value not in (None, "") and value is not usual.get(name)}
     for name, problem in _NOT_TAKEN.items():
         if name in left:
-            raise InputError(f"{owner}: {name}={shown(left[name])}: {problem}")
+            raise InputError(f"{owner}: {name}={short_repr(left[name])}: {problem}")
     return left
 
 
-def set_in_config(config: PreTrainedConfig, options: Mapping[str, Any]) -> dict[str, Any]:
+def apply_config_options(config: PreTrainedConfig, options: Mapping[str, Any]) -> dict[str, Any]:
     """Write into the config the options that are fields of it, as transformers does, and return the others."""
     left = dict(options)
     text = config.get_text_config()
     for owner in (config, text):
-        for name in [name for name in left if name != "quantization_config" and _is_field(owner, name)]:
+        for name in [name for name in left if name != "quantization_config" and _is_settable_field(owner, name)]:
             value = left.pop(name)
             own = getattr(owner, name)
             if isinstance(own, PreTrainedConfig) and isinstance(value, Mapping):
@@ -428,7 +428,7 @@ def set_in_config(config: PreTrainedConfig, options: Mapping[str, Any]) -> dict[
     return left
 
 
-def _is_field(config: PreTrainedConfig, name: str) -> bool:
+def _is_settable_field(config: PreTrainedConfig, name: str) -> bool:
     """Return whether a config has a value of this name that can be set; methods and read-only properties cannot."""
     kind = getattr(type(config), name, None)
     read_only = isinstance(kind, property) and kind.fset is None
@@ -436,7 +436,7 @@ def _is_field(config: PreTrainedConfig, name: str) -> bool:
 
 
 @contextmanager
-def names_the_option(name_or_path: str, config: PreTrainedConfig, options: Mapping[str, Any]) -> Iterator[None]:
+def as_unknown_option_error(name_or_path: str, config: PreTrainedConfig, options: Mapping[str, Any]) -> Iterator[None]:
     """Turn the TypeError of an option that neither the loader nor the model reads into a line with the nearest one."""
     try:
         yield
@@ -446,12 +446,12 @@ def names_the_option(name_or_path: str, config: PreTrainedConfig, options: Mappi
             raise
         loader = inspect.signature(PreTrainedModel.from_pretrained).parameters
         known = {*loader, *_OF_LOADER, *config.to_dict(), *config.get_text_config().to_dict()}
-        close = nearest(found[1], known, listed=False)
+        close = name_hint(found[1], known, list_valid=False)
         problem = f"neither from_pretrained nor the config of {name_or_path} has {found[1]!r}"
         raise InputError(f"model_init_kwargs of {name_or_path}: {problem}{close}") from error
 
 
-def _options(section: ModelSection) -> dict[str, Any]:
+def _auto_class_kwargs(section: ModelSection) -> dict[str, Any]:
     """What from_pretrained and from_config are both given."""
     attention = {} if section.attn_implementation == "auto" else {"attn_implementation": section.attn_implementation}
     return {"trust_remote_code": section.trust_remote_code, **attention}
@@ -469,7 +469,7 @@ def weights_dtype(section: ModelSection, config: PreTrainedConfig, whole: bool, 
 
 
 @contextmanager
-def whole_weights() -> Iterator[None]:
+def unsharded_initialization() -> Iterator[None]:
     """Random weights are the same under every engine: ZeRO-3 must not cut them while they are drawn."""
     before = hf_deepspeed._hf_deepspeed_config_weak_ref
     hf_deepspeed.unset_hf_deepspeed_config()
@@ -480,7 +480,7 @@ def whole_weights() -> Iterator[None]:
 
 
 @contextmanager
-def names_the_source(what: str, name: str) -> Iterator[None]:
+def as_input_error(what: str, name: str) -> Iterator[None]:
     """Turns what from_pretrained raises into one line that names the model, and its nearest folder if it is missing."""
     try:
         yield
@@ -498,4 +498,4 @@ def names_the_source(what: str, name: str) -> Iterator[None]:
             hub = ""
         elif HF_HUB_OFFLINE:
             hub = ", and with HF_HUB_OFFLINE the hub is not asked"
-        raise InputError(f"{what} {name}: no such folder{hub}{nearest_path(path)}") from error
+        raise InputError(f"{what} {name}: no such folder{hub}{path_hint(path)}") from error

@@ -14,11 +14,11 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
 
 from ..data import chat
-from ..data.images import read_by, with_pictures
+from ..data.images import get_image_reader, attach_image_reader
 from ..errors import InputError
 from ..scoring import forward
-from ..scoring.attention_selection import avoid_cudnn, choose_attention
-from ..scoring.rotary import rope_switch
+from ..scoring.attention_selection import disable_cudnn_attention, choose_attention
+from ..scoring.rotary import rope_switch_length
 from . import load
 from .acceleration import apply_liger_and_compile, warn_if_not_compiled
 from .adapter_base_check import warn_if_base_changed
@@ -42,7 +42,7 @@ def resolve_model(
     """
     sees = isinstance(tokenizer, ProcessorMixin)
     if sees:
-        tokenizer = with_pictures(tokenizer)
+        tokenizer = attach_image_reader(tokenizer)
     if isinstance(model, str):
         section = ModelSection(name_or_path=model, lora=None if peft_config is None else {})
         section.trust_remote_code = args.trust_remote_code
@@ -59,11 +59,11 @@ def resolve_model(
         if not name:
             raise InputError("processing_class is missing: pass the model's tokenizer")
         section = ModelSection(name_or_path=name, trust_remote_code=args.trust_remote_code)
-        section.images = images and forward.sees(model)
+        section.images = images and forward.is_vision_language_model(model)
         tokenizer = load.load_tokenizer(section)
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise InputError(f"processing_class is no tokenizer or processor but of class {type(tokenizer).__name__}")
-    if read_by(tokenizer) and not forward.sees(model):
+    if get_image_reader(tokenizer) and not forward.is_vision_language_model(model):
         name = type(forward.causal_lm(model)).__name__
         raise InputError(f"{name} sees no pictures: load it with AutoModelForImageTextToText, or pass its tokenizer")
     return model, load.with_pad_token(tokenizer)
@@ -102,7 +102,7 @@ def set_generation_config(model: nn.Module, ends: list[int]) -> GenerationConfig
     releases), or else replaced.
     """
     inner = forward.causal_lm(model)
-    wrapper = forward.unwrapped(model)
+    wrapper = forward.unwrap_model(model)
     # on an adapter's wrapper it counts before that of the model inside
     given = next(filter(None, (vars(each).get("generation_config") for each in (wrapper, inner))), None)
     generation = copy.deepcopy(given) or GenerationConfig.from_model_config(inner.config)
@@ -195,7 +195,7 @@ def prepare_policy(model: nn.Module, peft_config: PeftConfig | None, args: Any) 
             low.pop(),
         )
     forward.enable_scoring(model)
-    switch = rope_switch(forward.causal_lm(model))
+    switch = rope_switch_length(forward.causal_lm(model))
     if switch and args.method.rows.sampled and (args.max_length is None or args.max_length > switch):
         raise InputError(
             f"max_length={args.max_length}: above {switch} tokens the model has other rotary frequencies (LongRoPE or "
@@ -203,7 +203,7 @@ def prepare_policy(model: nn.Module, peft_config: PeftConfig | None, args: Any) 
         )
     apply_liger_and_compile(model, args)
     if args.layout == "padded":  # there a row is one document
-        avoid_cudnn(args.device)
+        disable_cudnn_attention(args.device)
     else:
         choose_attention(forward.causal_lm(model), args.device)
     warn_if_not_compiled(forward.causal_lm(model), args)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..batching.micro_batch import MicroBatch
 from ..capabilities import Feature
-from ..data.lengths import planned_passes
+from ..data.lengths import planned_epochs
 from ..engines import engine, launch, sharded
 from ..errors import InputError
 from . import adapters, load, score_cache
@@ -23,7 +23,7 @@ from .config import ModelSection
 from .frozen import FrozenModel, Reference, precast_linear_weights, shares_trained_weights
 
 logger = logging.getLogger(__name__)
-COPY = "frozen_reference"  # name of the copy among the policy's adapters
+REFERENCE_ADAPTER = "frozen_reference"  # name of the copy among the policy's adapters
 
 
 def make_reference(trainer: Any, ref_model: nn.Module | str | None, lay_out: Callable | None = None) -> Reference:
@@ -56,7 +56,7 @@ def make_reference(trainer: Any, ref_model: nn.Module | str | None, lay_out: Cal
         second = FrozenModel(ref_model, accelerator)
     elif (precompute and engine.changes_weights(accelerator)) or not (asked or by_adapter):
         # a policy that its engine has yet to cut or cast cannot score for itself
-        second = FrozenModel(precast_linear_weights(sharded.copied(policy, accelerator), accelerator), accelerator)
+        second = FrozenModel(precast_linear_weights(sharded.copy_model(policy, accelerator), accelerator), accelerator)
     if second is not None:
         trainer.set_second_models([second])
     reference = Reference(trainer, inside, second, lay_out, starts_equal=ref_model is None)
@@ -91,7 +91,7 @@ def plans_repeated_passes(trainer: Any) -> bool:
     sets = evaluated.values() if isinstance(evaluated, dict) else [evaluated]
     if any(isinstance(rows, datasets.IterableDataset) for rows in sets):
         return False  # no scores can be kept for a stream; one to train on has no planned passes
-    passes = planned_passes(trainer.train_dataset, args, trainer.get_total_train_batch_size(args))
+    passes = planned_epochs(trainer.train_dataset, args, trainer.get_total_train_batch_size(args))
     if passes > 1:
         logger.info("reference: the data is scored once beforehand, since %.3g passes over it are planned", passes)
     return passes > 1
@@ -141,7 +141,7 @@ class FrozenAdapterReference:
             active = policy.active_adapter
             raise InputError(f"adapter {active!r} is active, and the trainer was built for {self.trained!r}")
         # PEFT makes an adapter trainable when it activates it, so remember what was
-        trainable = {key for key, p in policy.named_parameters() if p.requires_grad and f".{COPY}." not in key}
+        trainable = {key for key, p in policy.named_parameters() if p.requires_grad and f".{REFERENCE_ADAPTER}." not in key}
         policy.set_adapter(REFERENCE_ADAPTER)
         try:
             yield
@@ -164,6 +164,6 @@ def without_reference_adapter(model: nn.Module, state: dict[str, Tensor] | None)
         return
     whole = model.state_dict() if state is None else state
     try:
-        yield {name: tensor for name, tensor in whole.items() if f".{COPY}." not in name}
+        yield {name: tensor for name, tensor in whole.items() if f".{REFERENCE_ADAPTER}." not in name}
     finally:
         configs[REFERENCE_ADAPTER] = config

@@ -23,14 +23,14 @@ from tqdm.auto import tqdm
 from ..batching.micro_batch import MicroBatch
 from ..capabilities import Feature, conflict
 from ..data.dataset_type import AnyDatasets
-from ..data.images import versions
+from ..data.images import image_versions
 from ..engines import sharded
 from ..errors import InputError
 from ..scoring import forward
 from . import adapters
 
 logger = logging.getLogger(__name__)
-_NOT_COMPUTED = ("_name_or_path", "architectures", "transformers_version", "use_cache")
+_NON_NUMERIC_KEYS = ("_name_or_path", "architectures", "transformers_version", "use_cache")
 
 
 def add_scores(
@@ -138,7 +138,7 @@ def score_rows(
 def model_key(model: nn.Module, with_adapter: bool = True) -> str:
     """A hash of what computes: class, config, every weight's name, dtype and bytes (an adapter's where it is on)."""
     inner = forward.causal_lm(model)
-    whole_model = forward.unwrapped(model)
+    whole_model = forward.unwrap_model(model)
     configs: list[Any] = [numeric_config(inner)]
     adapted = isinstance(whole_model, peft.PeftModel)
     if with_adapter and adapted:
@@ -146,7 +146,7 @@ def model_key(model: nn.Module, with_adapter: bool = True) -> str:
         # which adapters are on in each layer, and how strongly
         layers = adapters.adapted_layers(whole_model)
         configs += [[m.active_adapters, m.disable_adapters, getattr(m, "scaling", None)] for m in layers]
-    described = f"{sharded.plain_class(inner).__name__} {json.dumps(configs, sort_keys=True, default=plain)}"
+    described = f"{sharded.original_class(inner).__name__} {json.dumps(configs, sort_keys=True, default=plain)}"
     weights: dict[str, Any] = whole_model.state_dict(keep_vars=True)
     if adapted and not with_adapter:
         weights = {name: weight for name, weight in weights.items() if not adapters.is_adapter_weight(whole_model, name)}
@@ -159,7 +159,7 @@ def weights_key(weights: Mapping[str, Any], described: str = "", sample: int = 0
     sample: so many values of each weight, evenly spread, instead of all: another model differs in some of them.
     """
     digest = xxhash.xxh3_128(described.encode())
-    for name, tensor in sharded.each_whole(weights):
+    for name, tensor in sharded.iter_gathered(weights):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         values = tensor.detach().reshape(-1)
         flat: Any = values[:: -(-len(values) // sample) or 1] if sample else values
@@ -180,9 +180,9 @@ def json_default(value: object) -> Any:
 def rows_key(rows: datasets.Dataset, trainer: Any = None) -> str:
     """A hash of the rows' content. trainer: with that of their pictures, as its processor reads them."""
     digest = xxhash.xxh3_128()
-    seen = trainer and trainer.data_collator.pictures
+    seen = trainer and trainer.data_collator.vision_inputs
     if seen and "images" in rows.column_names:
-        digest.update(f"{seen.reader.processor.image_processor.to_json_string()} {versions(rows['images'])}".encode())
+        digest.update(f"{seen.reader.processor.image_processor.to_json_string()} {image_versions(rows['images'])}".encode())
     for table in rows.with_format("arrow").iter(1000):
         bare = table.replace_schema_metadata(None).combine_chunks()
         with pa.ipc.new_stream(sink := pa.BufferOutputStream(), bare.schema) as writer:

@@ -16,13 +16,13 @@ from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..batching.micro_batch import MicroBatch
-from ..scoring.head import check_promises
+from ..scoring.head import check_promised_weights
 from . import symptoms
 
 logger = logging.getLogger(__name__)
-KEPT = 32  # micro-batches that are kept until their losses are read: at each log, or when there are so many
+MAX_PENDING = 32  # micro-batches that are kept until their losses are read: at each log, or when there are so many
 # what is kept of a batch, not copied: some 32 bytes a token, where the rest would be ten times that
-OF_BATCH = (
+RECORDED_FIELDS = (
     "index",
     "row_weights",
     "label",
@@ -40,7 +40,7 @@ class RecordedMicroBatch(NamedTuple):
 
     step: int
     loss: Tensor
-    batch: dict[str, Tensor]  # the fields named in `OF_BATCH`
+    batch: dict[str, Tensor]  # the fields named in `RECORDED_FIELDS`
 
 
 class AnomalyMonitor(TrainerCallback):
@@ -51,7 +51,7 @@ class AnomalyMonitor(TrainerCallback):
 
     def __init__(self, trainer: Any):
         self.trainer = trainer
-        self.stop_on = symptoms.listed(trainer.args.stop_on)
+        self.stop_on = symptoms.as_names(trainer.args.stop_on)
         self._begin([])
 
     def _begin(self, logs: list[dict[str, float]]) -> None:
@@ -72,12 +72,12 @@ class AnomalyMonitor(TrainerCallback):
         self._begin(state.log_history)
 
     def note(self, loss: Tensor, step: int, batch: MicroBatch) -> None:
-        """Remember the loss (a scalar) of a micro-batch; every KEPT of them the device is waited for."""
+        """Remember the loss (a scalar) of a micro-batch; every MAX_PENDING of them the device is waited for."""
         if self.broken is None:
             self.pending.append(
-                RecordedMicroBatch(step, loss.detach(), {name: batch[name] for name in OF_BATCH if name in batch})
+                RecordedMicroBatch(step, loss.detach(), {name: batch[name] for name in RECORDED_FIELDS if name in batch})
             )
-        if len(self.pending) >= KEPT:
+        if len(self.pending) >= MAX_PENDING:
             self._read_losses()
 
     def on_log(
@@ -87,10 +87,10 @@ class AnomalyMonitor(TrainerCallback):
         if "loss" not in logs:
             return
         self._remember(state.log_history[-1])
-        loss_types = symptoms.listed(getattr(args, "loss_type", None))
+        loss_types = symptoms.as_names(getattr(args, "loss_type", None))
         found = self._nonfinite()
         if state.is_world_process_zero:  # whose findings `_act` sends to all
-            found |= symptoms.look(self.history, self.trainer.method.symptoms, loss_types, self.warned)
+            found |= symptoms.find_symptoms(self.history, self.trainer.method.symptoms, loss_types, self.warned)
         self._act(found, state, control)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -115,12 +115,12 @@ class AnomalyMonitor(TrainerCallback):
             rows = self.trainer.get_total_train_batch_size(self.trainer.args)
             self.history.append({**log, "rows": log["step"] * rows})
         # thinned now and then, so that a look costs the same after 100,000 logs as after 800
-        if len(self.history) >= 4 * symptoms.ENDS:
-            self.history = symptoms.bounded(self.history)
+        if len(self.history) >= 4 * symptoms.HISTORY_ENDS:
+            self.history = symptoms.thin_history(self.history)
 
     def _read_losses(self) -> None:
         """Forget the pending micro-batches, but for the first whose loss is not finite."""
-        check_promises()
+        check_promised_weights()
         if self.pending:
             finite = torch.stack([noted.loss for noted in self.pending]).isfinite().tolist()
             self.broken = next((noted for noted, good in zip(self.pending, finite, strict=True) if not good), None)

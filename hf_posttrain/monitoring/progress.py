@@ -271,6 +271,6 @@ class TaskProgress:
         """Count some more of the units as done."""
         self.done += count
         self.bar.update(count)
-        if self.shown and self.bar.disable and time.monotonic() - self.said > QUIET:
+        if self.shown and self.bar.disable and time.monotonic() - self.said > LOG_INTERVAL:
             self.said = time.monotonic()
             logger.info("%s: %d of %d %ss are done", self.title, self.done, self.total, self.unit)

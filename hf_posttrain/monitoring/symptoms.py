@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeAlias
 History: TypeAlias = Sequence[Mapping[str, float]]
 HISTORY_ENDS = 200
 """Logs at both ends that `thin_history` keeps. More than any number of logs, steps or rows that a symptom wants: what shows
-from the start is seen, or refuted, within the first ENDS."""
+from the start is seen, or refuted, within the first HISTORY_ENDS."""
 _REWARDS = ("rewards/chosen", "rewards/rejected")
 
 
@@ -180,7 +180,7 @@ def _has_moved(log: Mapping[str, float]) -> bool:
 
 
 def thin_history(history: History) -> list[Mapping[str, float]]:
-    """Of many logs the first and last ENDS, the peak of the learning rate, and the last that refutes `no_learning`.
+    """Of many logs the first and last HISTORY_ENDS, the peak of the learning rate, and the last that refutes `no_learning`.
 
     Later logs after these show the same as after all of them, where a run is looked at from its start.
     """

@@ -37,7 +37,7 @@ def alone(model, prompt, count, ends):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_greedy_completions_are_those_of_each_prompt_alone(name):
     model = tiny_model(name)
-    assert not sampler_selection.why_not_decode(model)
+    assert not sampler_selection.decode_obstacle(model)
     free = [alone(model, prompt, 12, []) for prompt in PROMPTS]
     ends = [free[0][2], free[2][6]]
     found = rollout.generate(model, PROMPTS, 12, ends, 256, batch_size=3)
@@ -48,9 +48,9 @@ def test_greedy_completions_are_those_of_each_prompt_alone(name):
 def test_models_with_another_state_are_left_to_transformers(monkeypatch):
     model = tiny_model()
     expected = rollout.generate(model, PROMPTS, 12, ENDS, 256)
-    monkeypatch.setattr(sampler_selection, "why_not_decode", lambda model: "asked")
+    monkeypatch.setattr(sampler_selection, "decode_obstacle", lambda model: "asked")
     monkeypatch.setattr(rollout, "decode", None)
-    del model.answers_by
+    del model.generation_backend
     assert rollout.generate(model, PROMPTS, 12, ENDS, 256) == expected
 
 
@@ -60,7 +60,7 @@ def test_plain_caches_are_known():
     small = {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 30}
     for config in (MambaConfig(**small), Qwen3NextConfig(**small, num_attention_heads=2, num_key_value_heads=1)):
         with torch.device("meta"):
-            assert sampler_selection.why_not_decode(AutoModelForCausalLM.from_config(config))
+            assert sampler_selection.decode_obstacle(AutoModelForCausalLM.from_config(config))
 
 
 def test_a_step_costs_the_rows_that_go_on_and_a_shared_prompt_is_read_once(monkeypatch):
@@ -89,9 +89,9 @@ def test_ids_beyond_the_shared_vocabulary_are_never_drawn():
     assert max(max(ids) for ids in drawn) == 39
 
 
-@pytest.mark.parametrize("draw", [cpu.draw, cpu.race])
+@pytest.mark.parametrize("draw", [cpu.sample_ids, cpu.exponential_race])
 def test_tokens_are_drawn_from_the_softmax_and_never_with_probability_0(draw, monkeypatch):
-    monkeypatch.setattr(rollout, "draw", draw)
+    monkeypatch.setattr(rollout, "sample_ids", draw)
     torch.manual_seed(0)
     logits = torch.tensor([2.0, -torch.inf, 0.5, 1.0, -1.0, -torch.inf, 7.0])
     drawn = TokenSampler(0.7, 6)(logits.repeat(200_000, 1))
@@ -109,9 +109,9 @@ def test_products_of_a_few_rows_are_those_of_linear(shape, bias, monkeypatch):
     expected = layer(rows)
     taken, mm = [], torch.mm
     monkeypatch.setattr(torch, "mm", lambda *args: taken.append(1) or mm(*args))
-    with cpu.few_rows(layer):
+    with cpu.fast_small_batches(layer):
         found = layer(rows)
-    assert bool(taken) == (1 < rows[..., 0].numel() <= cpu.MOST_ROWS)
+    assert bool(taken) == (1 < rows[..., 0].numel() <= cpu.MAX_SMALL_BATCH)
     assert "forward" not in vars(layer)
     assert found.is_contiguous()
     torch.testing.assert_close(found, expected)
@@ -119,37 +119,37 @@ def test_products_of_a_few_rows_are_those_of_linear(shape, bias, monkeypatch):
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
 @pytest.mark.parametrize("temperature", [None, 1.0])
-@pytest.mark.parametrize("way", [sampler_selection.DECODE, sampler_selection.BATCHES, sampler_selection.ALONE])
+@pytest.mark.parametrize("way", [sampler_selection.DECODE, sampler_selection.HF_BATCHED, sampler_selection.HF_SINGLE])
 def test_logits_that_are_not_finite_are_an_error_and_no_token(broken, way, temperature):
     model = tiny_model().eval()
     torch.nn.init.constant_(model.lm_head.weight, broken)
     with torch.no_grad(), pytest.raises(RuntimeError, match="NaN or infinite"):
-        rollout.answer(model, way, [[5, 6], [7]], 3, [0], 0, TokenSampler(temperature, 250))
+        rollout.generate_batch(model, way, [[5, 6], [7]], 3, [0], 0, TokenSampler(temperature, 250))
 
 
 # ---- the proof that answers are the model's own
 
 
 def way(model, longest=40):
-    return rollout.generate(model, [[5] * (longest - 6)], 6, [299], 0) and model.answers_by[0]
+    return rollout.generate(model, [[5] * (longest - 6)], 6, [299], 0) and model.generation_backend[0]
 
 
 @pytest.mark.parametrize(("name", "expected"), {
-    "llama": sampler_selection.DECODE, "mamba": sampler_selection.BATCHES,
-    "rwkv": sampler_selection.ALONE,  # its state takes padding as text
-    "bart": sampler_selection.ALONE,  # its positions take padding as text
+    "llama": sampler_selection.DECODE, "mamba": sampler_selection.HF_BATCHED,
+    "rwkv": sampler_selection.HF_SINGLE,  # its state takes padding as text
+    "bart": sampler_selection.HF_SINGLE,  # its positions take padding as text
 }.items())  # fmt: skip
 def test_answers_are_those_of_whole_forwards(name, expected, caplog):
     model = tiny(name)
     assert way(model) == expected
     assert rollout.generate(model, PROMPTS, 6, [299], 0) == [alone(model, prompt, 6, [299]) for prompt in PROMPTS]
-    assert ("answered one by one" in caplog.text) == (expected == sampler_selection.ALONE)
+    assert ("answered one by one" in caplog.text) == (expected == sampler_selection.HF_SINGLE)
 
 
 def test_the_proof_is_made_again_for_rows_longer_than_a_window(monkeypatch):
     model, proven = tiny("mistral"), []
-    real = sampler_selection.choose
-    monkeypatch.setattr(sampler_selection, "choose", lambda *args: proven.append(args[1]) or real(*args))
+    real = sampler_selection.select_backend
+    monkeypatch.setattr(sampler_selection, "select_backend", lambda *args: proven.append(args[1]) or real(*args))
     for longest in (10, 11, WINDOW + 1, 50):
         way(model, longest)
     assert proven == [10, WINDOW + 1]
@@ -182,7 +182,7 @@ def test_broken_logits_are_told_greedy_and_sampled(temperature, broken, monkeypa
     ids = sampler(logits)
     assert ids[1] == 300
     assert (ids[[0, 2]] < 300).all()
-    monkeypatch.setattr(rollout, "draw", cpu.race)  # as on a GPU
+    monkeypatch.setattr(rollout, "sample_ids", cpu.exponential_race)  # as on a GPU
     assert sampler(logits)[1] == 300
 
 
@@ -201,15 +201,15 @@ def test_a_model_that_gives_nan_raises():
 def test_looking_seldom_for_rows_that_have_ended_changes_no_answer(name, monkeypatch):
     model = tiny_model(name)
     expected = rollout.generate(model, PROMPTS, 12, ENDS, 256)
-    monkeypatch.setitem(rollout.READ_EVERY, "cpu", 5)
+    monkeypatch.setitem(rollout.END_CHECK_INTERVAL, "cpu", 5)
     assert rollout.generate(model, PROMPTS, 12, ENDS, 256) == expected
     assert len({len(answer) for answer in expected}) > 1
 
 
 def test_sampling_reads_nothing_at_each_token(monkeypatch):
     """Neither here nor in transformers, which would ask whether a mask of padding has any."""
-    monkeypatch.setitem(rollout.READ_EVERY, "cpu", 8)
-    monkeypatch.setattr(rollout, "draw", cpu.race)
+    monkeypatch.setitem(rollout.END_CHECK_INTERVAL, "cpu", 8)
+    monkeypatch.setattr(rollout, "sample_ids", cpu.exponential_race)
     model = tiny_model()
     choose_attention(model, torch.device("cpu"))
     with torch.no_grad(), HostReads() as reads:
@@ -220,13 +220,13 @@ def test_sampling_reads_nothing_at_each_token(monkeypatch):
 
 @pytest.mark.parametrize(("count", "most", "size"), [(10, 100, 10), (10, 4, 4), (10, 9, 5), (10, 0, 1), (0, 3, 1)])
 def test_rows_go_in_even_parts(count, most, size):
-    assert batch_size.even_parts(count, most) == size
+    assert batch_size.even_batch_size(count, most) == size
 
 
 def test_a_layers_own_forward_is_left_to_it():
     layer, calls = torch.nn.Linear(4, 4), []
     layer.forward = lambda rows: calls.append(rows) or rows
-    with cpu.few_rows(layer):
+    with cpu.fast_small_batches(layer):
         layer(torch.ones(2, 4))
     layer(torch.ones(2, 4))
     assert len(calls) == 2
@@ -239,28 +239,28 @@ def test_what_a_token_keeps_is_measured(name, bf16):
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
         cache = rollout.growing_cache(model)
         model(torch.tensor([[1, 2, 3, 4]]), **{cache_argument(model): cache}, use_cache=True)
-        found = batch_size.cache_bytes(model, rollout.growing_cache(model))
+        found = batch_size.cache_bytes_per_token(model, rollout.growing_cache(model))
     assert found == sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers) // 4
     growing = [layer for layer in cache.layers if type(layer) is rollout.GrowingLayer]
     assert all(layer.keys.dtype == layer.values.dtype for layer in growing)  # though rotary makes keys float32
 
 
 def test_as_many_rows_go_at_once_as_half_of_what_is_free_keeps(monkeypatch):
-    monkeypatch.setattr(batch_size, "cache_bytes", lambda model, cache: 10)
+    monkeypatch.setattr(batch_size, "cache_bytes_per_token", lambda model, cache: 10)
     free = {"mem_get_info": (7000, 0), "memory_reserved": 3000, "memory_allocated": 2000}  # 8,000 bytes in all
     for name, found in free.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, found=found: found)
     config = tf.Qwen3Config(vocab_size=0)
     model = SimpleNamespace(device=torch.device("cuda"), config=config)
-    assert batch_size.rows_that_fit(model, None, 5, 200) == 2  # 2,000 bytes a row
-    assert batch_size.rows_that_fit(model, None, 1, 200) == 1
+    assert batch_size.max_generation_batch(model, None, 5, 200) == 2  # 2,000 bytes a row
+    assert batch_size.max_generation_batch(model, None, 1, 200) == 1
 
 
 @pytest.mark.parametrize("name", ["gemma4", "deepseek_v3", "qwen3_moe"])
 def test_what_a_token_keeps_is_measured_of_every_kind_of_decoder(name):
     model = tiny(name)
     with torch.no_grad():
-        assert batch_size.cache_bytes(model, rollout.growing_cache(model)) > 0
+        assert batch_size.cache_bytes_per_token(model, rollout.growing_cache(model)) > 0
 
 
 # ---- bf16: weights rounded once
@@ -273,11 +273,11 @@ def test_weights_rounded_once_are_those_that_autocast_rounds(name):
     before = {key: (id(weight), weight.clone()) for key, weight in model.named_parameters()}
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         expected = model(ids).logits
-        with forward.rounded_products(model):
+        with forward.precast_weights(model):
             assert model.lm_head.weight.dtype == model.model.layers[0].mlp.up_proj.weight.dtype == torch.bfloat16
             assert model.get_input_embeddings().weight.dtype == torch.float32
             assert torch.equal(model(ids).logits, expected)
-    with forward.rounded_products(model):  # without autocast nothing is rounded
+    with forward.precast_weights(model):  # without autocast nothing is rounded
         assert model.lm_head.weight.dtype == torch.float32
     after = {key: (id(weight), weight) for key, weight in model.named_parameters()}
     for key, (number, weight) in before.items():
@@ -292,6 +292,6 @@ def test_weights_that_an_adapter_reads_are_not_rounded():
     model, ids = peft.get_peft_model(tiny_model(), config).eval(), torch.tensor([PROMPTS[2]])
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         expected = model(ids).logits
-        with forward.rounded_products(model):
+        with forward.precast_weights(model):
             assert torch.equal(model(ids).logits, expected)
             assert forward.causal_lm(model).lm_head.weight.dtype == torch.bfloat16

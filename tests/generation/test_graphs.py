@@ -19,7 +19,7 @@ def captured(monkeypatch):
     """Offer the way on CPU, and list what was captured: the shapes of the tokens and of the mask."""
     found = []
     monkeypatch.setattr(
-        sampler_selection, "can_replay", lambda model: graphs.accepts_prepared_mask(model, rollout.growing_cache(model))
+        sampler_selection, "supports_cuda_graphs", lambda model: graphs.accepts_prepared_mask(model, rollout.growing_cache(model))
     )
     monkeypatch.setattr(graphs, "COLUMN_CHUNK", 5)
     monkeypatch.setattr(graphs, "COLUMN_MULTIPLE", 2)
@@ -50,7 +50,7 @@ def test_greedy_completions_are_those_of_each_prompt_alone(name, batch_size, cap
     free = [alone(model, prompt, 12, []) for prompt in PROMPTS]
     ends = [free[0][2], free[2][6]]
     found = rollout.generate(model, PROMPTS, 12, ends, 256, batch_size=batch_size)
-    assert model.answers_by[0] == (sampler_selection.GRAPHS if captured else sampler_selection.DECODE)
+    assert model.generation_backend[0] == (sampler_selection.GRAPHS if captured else sampler_selection.DECODE)
     assert found == [alone(model, prompt, 12, ends) for prompt in PROMPTS]
 
 
@@ -75,7 +75,7 @@ def test_rollouts_of_one_prompt_and_drawn_tokens_are_those_without_graphs(captur
     model = tiny_model()
     drawn = []
     for way in (sampler_selection.GRAPHS, sampler_selection.DECODE):
-        model.answers_by = way, 10**6
+        model.generation_backend = way, 10**6
         torch.manual_seed(5)
         drawn.append(rollout.generate(model, [[1, 2, 3]] * 3 + [[7]] * 3, 9, [], 256, temperature=1.0))
     assert drawn[0] == drawn[1]
@@ -105,7 +105,7 @@ def test_a_forward_that_waits_for_the_device_is_run_as_written(monkeypatch, capl
     with caplog.at_level("INFO"):
         found = [forwards.forward(torch.tensor([token])) for token in (4, 5)]
     assert "decodes without CUDA graphs" in caplog.text
-    assert not model.captures
+    assert not model.can_capture_graph
     for count, logits in enumerate(found, 1):
         whole = torch.tensor([[1, 2, 3, 4, 5][: 3 + count]])
         torch.testing.assert_close(logits, model(input_ids=whole).logits[:, -1])

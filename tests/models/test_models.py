@@ -146,7 +146,7 @@ def test_a_model_that_refuses_sdpa_falls_back_to_eager(tmp_path):
     CONFIGS["gemma2"]().save_pretrained(tmp_path)
     model = models.load_model(ModelSection(str(tmp_path), from_scratch=True))
     scoring.enable_scoring(model)
-    assert parity_check.check(model, "shared") < 1e-4
+    assert parity_check.parity_error(model, "shared") < 1e-4
     asked = ModelSection(str(tmp_path), from_scratch=True, attn_implementation="sdpa")
     if model.config._attn_implementation == "eager":
         assert "does not support an attention implementation" in refusal(models.load_model, asked)

@@ -55,7 +55,7 @@ def test_sft_lora_continues_into_dpo_with_one_base(tmp_path):
     adapters = sum(p.numel() for name, p in dpo.model.named_parameters() if "lora_" in name)
     assert sum(p.numel() for p in dpo.model.parameters()) == size + adapters
     assert adapters == 2 * sum(p.numel() for n, p in sft.model.named_parameters() if "lora_" in n)
-    before = {n: p for n, p in parameters_of(dpo.model).items() if f".{COPY}." in n}
+    before = {n: p for n, p in parameters_of(dpo.model).items() if f".{REFERENCE_ADAPTER}." in n}
     dpo.train()
     first, last = dpo.state.log_history[0], dpo.state.log_history[3]
     assert first["loss"] == pytest.approx(LN2, abs=1e-5)
@@ -364,7 +364,7 @@ def test_reference_free_losses_keep_no_reference(loss_type, tmp_path):
     assert trainer.reference is None
     trainer.train()
     assert trainer.args.beta == (2.0 if loss_type == "simpo" else 0.1)
-    with pytest.raises(InputError, match="uses no reference"):
+    with pytest.raises(InputError, match="does not use a reference"):
         trainer_for("dpo", tiny_model(), token_rows("dpo"), tmp_path, loss_type=loss_type, second=tiny_model())
 
 

@@ -24,7 +24,7 @@ def loaders():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
                 owner = ast.unparse(node.func.value)
-                chooses = "Auto" in owner or owner.startswith(("_kind(", "without_videos("))
+                chooses = "Auto" in owner or owner.startswith(("_auto_class(", "without_video_processor("))
                 if node.func.attr in ("from_pretrained", "from_config") and chooses:
                     yield f"{path.relative_to(PACKAGE)}:{node.lineno}", node
 

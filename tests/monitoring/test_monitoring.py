@@ -25,9 +25,9 @@ from hf_posttrain.generation import rollout
 from hf_posttrain.methods import METHODS as TABLE
 from hf_posttrain.monitoring import anomaly_monitor
 from hf_posttrain.monitoring import symptoms as watch
-from hf_posttrain.monitoring.threads import crowded
+from hf_posttrain.monitoring.threads import oversubscription_hint
 from hf_posttrain.trainer.base import PostTrainer
-from hf_posttrain.trainer.rules import stops
+from hf_posttrain.trainer.rules import stop_on_problems
 
 RUNS = json.loads(Path(__file__).with_name("histories.json").read_text())
 REPOSITORY = Path(__file__).parents[2]
@@ -122,7 +122,7 @@ WELL = {
 @pytest.mark.parametrize("case", SICK)
 def test_a_symptom_is_seen_with_its_figures_and_a_key_to_change(case):
     name, method, logs = SICK[case]
-    found = watch.look(logs, TABLE[method].symptoms)
+    found = watch.find_symptoms(logs, TABLE[method].symptoms)
     assert name in found
     assert found.keys() <= {name, "clipped_rollouts"}  # rollouts that never end are clipped as well
     assert found[name].startswith(f"step {logs[-1]['step']}: ")
@@ -134,7 +134,7 @@ def test_a_symptom_is_seen_with_its_figures_and_a_key_to_change(case):
 def test_nothing_is_seen_where_nothing_is_wrong(case):
     method, logs = WELL[case]
     for end in range(len(logs) + 1):
-        assert watch.look(logs[:end], TABLE[method].symptoms) == {}
+        assert watch.find_symptoms(logs[:end], TABLE[method].symptoms) == {}
 
 
 @pytest.mark.parametrize(
@@ -146,15 +146,15 @@ def test_real_runs_are_told_apart(run, expected):
     logs, method = recorded(run)
     seen = {}
     for end in range(1, len(logs) + 1):
-        for name in watch.look(logs[:end], TABLE[method].symptoms):
+        for name in watch.find_symptoms(logs[:end], TABLE[method].symptoms):
             seen.setdefault(name, logs[end - 1]["step"])
     assert seen == expected
 
 
 def test_a_loss_that_means_to_lower_chosen_answers_may():
     _, _, logs = SICK["chosen falls from -20 to -31"]
-    assert watch.look(logs, TABLE["dpo"].symptoms, ["apo_down"]) == {}
-    assert watch.look(logs, TABLE["dpo"].symptoms, ["sigmoid"])
+    assert watch.find_symptoms(logs, TABLE["dpo"].symptoms, ["apo_down"]) == {}
+    assert watch.find_symptoms(logs, TABLE["dpo"].symptoms, ["sigmoid"])
 
 
 class Seen(list):
@@ -194,20 +194,20 @@ def test_a_hundred_thousand_logs_cost_little(told, monkeypatch):
     looked = []
 
     def counted(history, *args):
-        assert len(history) <= 4 * watch.ENDS
+        assert len(history) <= 4 * watch.HISTORY_ENDS
         looked.append(args[-1])
         return {}
 
-    monkeypatch.setattr(watch, "look", counted)
+    monkeypatch.setattr(watch, "find_symptoms", counted)
     watcher, _ = guarded("dpo", logs, monkeypatch)
     assert len(looked) == 100_000
     assert watcher.history[0]["step"] == 1
     assert watcher.history[-1]["step"] == 100_000
     monkeypatch.undo()
     Seen.count = 0
-    watch.look(Seen(watcher.history), TABLE["dpo"].symptoms, (), told)
-    assert 0 < Seen.count < 5 * 4 * watch.ENDS
-    assert watch.look(Seen(watcher.history), TABLE["dpo"].symptoms, (), tuple(watch.SYMPTOMS)) == {}
+    watch.find_symptoms(Seen(watcher.history), TABLE["dpo"].symptoms, (), told)
+    assert 0 < Seen.count < 5 * 4 * watch.HISTORY_ENDS
+    assert watch.find_symptoms(Seen(watcher.history), TABLE["dpo"].symptoms, (), tuple(watch.SYMPTOMS)) == {}
 
 
 LATE = {
@@ -237,13 +237,13 @@ def test_thinned_logs_show_what_all_of_them_do(case, monkeypatch):
     logs = [{**log, "loss": 0.5} for log in logs]
     watcher, first = guarded(method, logs, monkeypatch)
     assert first == expected
-    assert len(watcher.history) < 4 * watch.ENDS
+    assert len(watcher.history) < 4 * watch.HISTORY_ENDS
 
 
 def test_thinning_keeps_all_that_is_little():
-    logs = history(logs=2 * watch.ENDS)
-    assert watch.bounded(logs) == logs
-    assert watch.bounded([]) == []
+    logs = history(logs=2 * watch.HISTORY_ENDS)
+    assert watch.thin_history(logs) == logs
+    assert watch.thin_history([]) == []
 
 
 # ---- names
@@ -251,12 +251,12 @@ def test_thinning_keeps_all_that_is_little():
 
 def test_names_are_checked_without_torch():
     imports = "import sys; from hf_posttrain.methods import METHODS; from hf_posttrain.trainer.rules import stops"
-    code = f"{imports}; list(stops('nan', METHODS['sft'])); print('torch' in sys.modules)"
+    code = f"{imports}; list(stop_on_problems('nan', METHODS['sft'])); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY, check=True)
     assert done.stdout.strip() == "False"
-    assert watch.listed(None) == []
-    assert watch.listed("nan") == ["nan"]
-    assert list(stops(["nan", "kl_zero"], TABLE["kto"])) == []
+    assert watch.as_names(None) == []
+    assert watch.as_names("nan") == ["nan"]
+    assert list(stop_on_problems(["nan", "kl_zero"], TABLE["kto"])) == []
 
 
 @pytest.mark.parametrize(
@@ -290,7 +290,7 @@ def spoil(trainer, from_step, rank=0):
 @pytest.mark.parametrize("method", quick("kto", "opd", among=METHODS))
 def test_the_batch_of_the_first_bad_step_is_saved(method, kept, tmp_path, monkeypatch, caplog):
     """Rows 4 to 7 are those of step 3 (2 micro-batches of 1 row): row 4 is in the first."""
-    monkeypatch.setattr(anomaly_monitor, "KEPT", kept)
+    monkeypatch.setattr(anomaly_monitor, "MAX_PENDING", kept)
     fix_rollouts(monkeypatch)
     rows = token_rows(method, 12)
     trainer = spoil(trainer_for(
@@ -534,7 +534,7 @@ def test_a_resumed_run_knows_its_earlier_logs(tmp_path, caplog):
 def test_threads_that_wait_for_each_other(monkeypatch, cores, load, threads, processes, said):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cores))
     monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
-    found = crowded(threads, processes)
+    found = oversubscription_hint(threads, processes)
     assert found.startswith(said)
     assert bool(found) == bool(said)
 

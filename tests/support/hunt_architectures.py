@@ -18,7 +18,7 @@ from hf_posttrain.methods import METHODS
 from hf_posttrain.scoring import forward
 from hf_posttrain.scoring.attention_selection import choose_attention, row_multiple
 from hf_posttrain.scoring.head import LogProb
-from hf_posttrain.scoring.layout_selection import able, choose_layout, trusted_layout
+from hf_posttrain.scoring.layout_selection import supported_layouts, choose_layout, verified_layout
 from hf_posttrain.scoring.layouts import Branch, Example, collate
 
 EQUAL = 1e-4  # largest difference of a log-probability, in float32
@@ -66,11 +66,11 @@ def layouts(model, facts):
     forward.enable_scoring(model)
     choose_attention(model, torch.device("cpu"))
     alone = scored_alone(model, rows)
-    fitting, facts["why"] = able([model])
+    fitting, facts["why"] = supported_layouts([model])
     for layout in fitting:
-        trusted = trusted_layout([model], layout, False, max_length=1024)
+        trusted = verified_layout([model], layout, False, max_length=1024)
         yield f"layout {layout}{'' if trusted == layout else ', refused'}", gap(scored(model, rows, trusted), alone)
-    facts["head"] = "own logits" if getattr(model, forward.OWN_LOGITS, False) else "fused"
+    facts["head"] = "own logits" if getattr(model, forward.USES_OWN_LOGITS, False) else "fused"
     yield f"auto: {choose_layout([model], 'auto')}", 0.0
 
 
@@ -88,8 +88,8 @@ def gradients(model):
     expected = of(torch.cat([table[torch.arange(len(ids)), ids] for table, ids in tables]))
     forward.enable_scoring(model)
     choose_attention(model, torch.device("cpu"))
-    for layout in able([model])[0]:
-        trusted = trusted_layout([model], layout, False, max_length=1024)
+    for layout in supported_layouts([model])[0]:
+        trusted = verified_layout([model], layout, False, max_length=1024)
         if trusted not in found:
             batch = collate(rows, trusted, row_multiple=row_multiple([model]))
             grad = of(forward.score(model, batch, LogProb(batch.targets)).value)
@@ -103,7 +103,7 @@ def generation(model, facts):
     prompts = [ids(draw, 3, 3), ids(draw, 1, 1), ids(draw, 18, 18), ids(draw, 6, 6)]
     forward.enable_scoring(model)
     found = rollout.generate(model, prompts, 6, [299], 0)
-    facts["answers"] = model.answers_by[0]
+    facts["answers"] = model.generation_backend[0]
     wrong = []
     for prompt, answer in zip(prompts, found, strict=True):
         logits = model(input_ids=torch.tensor([prompt + answer]), use_cache=False).logits[0, len(prompt) - 1 : -1]
@@ -188,7 +188,7 @@ def without_dropout(name, tmp_path):
     args = config_class(METHODS["dpo"])(output_dir=str(tmp_path), use_cpu=True, report_to="none")
     model = prepare_policy(model, None, args)
     rows = examples()
-    layout = trusted_layout([model], choose_layout([model], "auto"), False)
+    layout = verified_layout([model], choose_layout([model], "auto"), False)
     quiet = scored(model, rows, layout)
     torch.manual_seed(0)
     yield "dropout off", gap(scored(model.train(), rows, layout), quiet)
