@@ -1,6 +1,6 @@
-"""The types of data sets.
+"""Type aliases of data sets.
 
-`datasets` has no type information, so that mypy takes these for Any: they are for readers.
+`datasets` has no type information, so mypy treats these aliases as Any. They document signatures.
 """
 
 from typing import TypeAlias

@@ -5,7 +5,7 @@ import random
 import pytest
 from tokenizers_for_tests import base_tokenizer, byte_tokenizer, gpt2_tokenizer, llama2_tokenizer, words_tokenizer
 
-from hf_posttrain.data.align import LEFT_OUT, Aligner, bytes_of, shared_ids, spell
+from hf_posttrain.data.align import INCOMPLETE_CHARACTER, Aligner, token_bytes, shared_ids, decode_bytes
 from hf_posttrain.errors import InputError
 
 TOKENIZERS = {"byte": byte_tokenizer, "gpt2": gpt2_tokenizer, "llama": llama2_tokenizer}
@@ -21,7 +21,7 @@ def aligner(one, other):
 def texts_of(tokenizer, ids, chunks):
     """The bytes of each chunk."""
     found = {}
-    names = bytes_of(tokenizer)
+    names = token_bytes(tokenizer)
     for token, chunk in zip(ids, chunks, strict=True):
         if chunk >= 0:
             found[chunk] = found.get(chunk, b"") + names.get(token, b"")
@@ -36,13 +36,13 @@ def test_each_chunk_has_the_same_bytes_in_both(one, other, text):
     prompt = both.student("a question:")["input_ids"]
     ids = both.student("a question:" + text)["input_ids"][len(prompt) :]
     found = both([*ids, both.student.eos_token_id])
-    assert min(found.chunks + found.their_chunks) == 0
+    assert min(found.chunks + found.teacher_chunks) == 0
     assert found.chunks == sorted(found.chunks)
-    assert found.their_chunks == sorted(found.their_chunks)
-    assert {*found.chunks} == {*found.their_chunks} == {*range(found.count)}
+    assert found.teacher_chunks == sorted(found.teacher_chunks)
+    assert {*found.chunks} == {*found.teacher_chunks} == {*range(found.count)}
     assert found.ids[-1] == both.teacher.eos_token_id
     mine = texts_of(both.student, ids, found.chunks[:-1])
-    assert mine == texts_of(both.teacher, found.ids[:-1], found.their_chunks[:-1])
+    assert mine == texts_of(both.teacher, found.ids[:-1], found.teacher_chunks[:-1])
     assert b"".join(mine.values()).decode() == text
 
 
@@ -54,9 +54,9 @@ def test_by_hand():
     assert student.convert_ids_to_tokens(ids) == ["x", "ab", "cd"]
     found = both(ids)
     assert found.ids == list(b"xabcd")
-    assert (found.chunks, found.their_chunks) == ([0, 1, 2], [0, 1, 1, 2, 2])
+    assert (found.chunks, found.teacher_chunks) == ([0, 1, 2], [0, 1, 1, 2, 2])
     assert found.match == [0, -1, -1]
-    assert both.lacking == []
+    assert both.teacher_only == []
     assert found.settled == [True] * 3
     found = Aligner(teacher, student, [258], 258)(list(b"axabcd"))
     assert student.convert_ids_to_tokens(found.ids) == ["a", "x", "ab", "cd"]
@@ -70,23 +70,23 @@ def test_by_hand():
 def test_longer_tokens_are_all_that_the_student_lacks_and_that_span_an_end(one, other, text):
     """By a search of the whole vocabulary, from each token on back as far as there is one."""
     both = aligner(one, other)
-    ids = both.teacher(text, add_special_tokens=False)["input_ids"] + [both.their_end]
-    lacking = {token: spelt for token, spelt in both.theirs.items() if spelt not in {*both.mine.values()}}
+    ids = both.teacher(text, add_special_tokens=False)["input_ids"] + [both.teacher_eos_id]
+    lacking = {token: spelt for token, spelt in both.teacher_bytes.items() if spelt not in {*both.student_bytes.values()}}
     expected = [[] for _ in ids]
     for end in range(1, len(ids)):
         for start in reversed(range(end)):
-            said = b"".join(both.theirs[token] for token in ids[start:end])
+            said = b"".join(both.teacher_bytes[token] for token in ids[start:end])
             longer = {token for token, spelt in lacking.items() if spelt.startswith(said) and len(spelt) > len(said)}
             if not longer:
                 break
             expected[start].append(longer)
-    assert [[{*both.lacking[first:last]} for first, last in ranges] for ranges in both.longer(ids)] == expected
+    assert [[{*both.teacher_only[first:last]} for first, last in ranges] for ranges in both.longer(ids)] == expected
 
 
 def test_no_longer_token_spans_a_special_one():
     both = aligner("byte", "gpt2")
     [a] = both.teacher("a", add_special_tokens=False)["input_ids"]
-    assert [len(ranges) for ranges in both.longer([a, a, both.their_end, a, a])] == [1, 1, 0, 1, 0]
+    assert [len(ranges) for ranges in both.longer([a, a, both.teacher_eos_id, a, a])] == [1, 1, 0, 1, 0]
 
 
 def test_random_tokens_are_aligned_as_they_were_sampled():
@@ -96,12 +96,12 @@ def test_random_tokens_are_aligned_as_they_were_sampled():
     for _ in range(50):
         ids = [draw.randrange(250) for _ in range(12)]
         found = both(ids)
-        text, cuts = spell(both.mine, ids)
+        text, cuts = decode_bytes(both.student_bytes, ids)
         assert len(found.chunks) == len(cuts) == 12
         whole = found.count == len({c for c in found.chunks if c >= 0})
         assert whole
         for chunk in range(found.count):
-            assert chunk in found.their_chunks
+            assert chunk in found.teacher_chunks
         assert not special & {*ids} or -1 in found.chunks
         assert len(text) == max(0, *cuts)
 
@@ -116,23 +116,23 @@ def test_special_tokens_within_an_answer_have_no_chunk():
 def test_bytes_are_written_as_tokenizers_writes_them():
     from tokenizers import pre_tokenizers
 
-    from hf_posttrain.data.align import _characters
+    from hf_posttrain.data.align import _byte_characters
 
-    assert {*_characters()} == {*pre_tokenizers.ByteLevel.alphabet()}
+    assert {*_byte_characters()} == {*pre_tokenizers.ByteLevel.alphabet()}
     tokenizer = byte_tokenizer()
     every = "".join(map(chr, range(1, 1000)))
     ids = tokenizer(every, add_special_tokens=False)["input_ids"]
-    assert b"".join(bytes_of(tokenizer)[i] for i in ids) == every.encode()
+    assert b"".join(token_bytes(tokenizer)[i] for i in ids) == every.encode()
 
 
 def test_shared_ids_stand_for_the_same_bytes():
     for one, other in PAIRS:
         student, teacher = TOKENIZERS[one](), TOKENIZERS[other]()
-        spelt = [bytes_of(each) for each in (student, teacher)]
+        spelt = [token_bytes(each) for each in (student, teacher)]
         mine, theirs = shared_ids(*spelt)
         assert len(mine) == len({*mine}) == len({*theirs}) >= 256
         assert all(spelt[0][a] == spelt[1][b] for a, b in zip(mine, theirs, strict=True))
-    mine, theirs = shared_ids(bytes_of(byte_tokenizer()), bytes_of(base_tokenizer()))
+    mine, theirs = shared_ids(token_bytes(byte_tokenizer()), token_bytes(base_tokenizer()))
     assert mine == theirs == [*range(256)]
 
 
@@ -145,15 +145,15 @@ def test_a_rollout_that_ends_within_a_character_is_aligned_up_to_there(one, othe
     ids = both.student("costs 42 \u20ac", add_special_tokens=False)["input_ids"]
     whole = both(ids)
     assert min(whole.chunks) == 0
-    if (cut := ids[:-1]) and spell(both.mine, cut)[0].endswith(b"42 \xe2\x82"):  # the character is of several tokens
+    if (cut := ids[:-1]) and decode_bytes(both.student_bytes, cut)[0].endswith(b"42 \xe2\x82"):  # the character is of several tokens
         found = both(cut)
-        inside = found.chunks.count(LEFT_OUT)
+        inside = found.chunks.count(INCOMPLETE_CHARACTER)
         assert 1 <= inside <= 2
         assert min(found.chunks[:-inside]) >= 0
-        assert found.chunks[-inside:] == [LEFT_OUT] * inside
-        assert max(found.their_chunks) == max(found.chunks)
+        assert found.chunks[-inside:] == [INCOMPLETE_CHARACTER] * inside
+        assert max(found.teacher_chunks) == max(found.chunks)
     ended = both([*cut, both.student.eos_token_id])  # there it stays, and is no text
-    assert LEFT_OUT not in ended.chunks
+    assert INCOMPLETE_CHARACTER not in ended.chunks
     assert ended.chunks[-1] == ended.count - 1
 
 
@@ -175,8 +175,8 @@ def test_a_normalised_text_says_the_same():
     both = Aligner(student, teacher, [258], teacher.eos_token_id)
     found = both([*"caf\u0065\u0301 at the end".encode(), 258])
     assert min(found.chunks) == 0
-    assert min(found.their_chunks) == 0
-    assert {*found.chunks} == {*found.their_chunks} == {*range(found.count)}
+    assert min(found.teacher_chunks) == 0
+    assert {*found.chunks} == {*found.teacher_chunks} == {*range(found.count)}
     assert found.count > 5
 
 

@@ -20,12 +20,12 @@ from transformers import ByT5Tokenizer, GPT2Config, PreTrainedTokenizerFast
 
 from hf_posttrain import OPDConfig
 from hf_posttrain.data import prepare as prepare_module
-from hf_posttrain.data.column_inference import misspelt_aside
+from hf_posttrain.data.column_inference import misspelt_columns
 from hf_posttrain.data.encode import VERSION, Plan
-from hf_posttrain.data.formats import detect, read_format, unread
+from hf_posttrain.data.formats import detect_format, read_format, unread_columns
 from hf_posttrain.data.lengths import warn_if_too_long
 from hf_posttrain.data.packing import pack
-from hf_posttrain.data.prepare import columns_read, notes
+from hf_posttrain.data.prepare import columns_read, collect_notes
 from hf_posttrain.data.row_schema import PREFERENCE, PROMPTS, SUPERVISED, UNPAIRED
 from hf_posttrain.data.sources import load
 from hf_posttrain.errors import InputError
@@ -584,11 +584,11 @@ def test_assistant_only_needs_offsets():
 
 
 def test_detect_names_what_the_method_reads():
-    assert detect(["completion", "prompt", "label"], METHODS["kto"]) == "prompt + completion + label"
-    assert detect(["chosen", "rejected", "prompt"], METHODS["dpo"]) == "prompt + chosen + rejected"
-    assert detect(["prompt", "messages"], METHODS["sft"]) == "messages"
+    assert detect_format(["completion", "prompt", "label"], METHODS["kto"]) == "prompt + completion + label"
+    assert detect_format(["chosen", "rejected", "prompt"], METHODS["dpo"]) == "prompt + chosen + rejected"
+    assert detect_format(["prompt", "messages"], METHODS["sft"]) == "messages"
     with pytest.raises(InputError, match=r"column 'completion' is missing: sft reads prompt \+ completion"):
-        detect(["prompt", "completions"], METHODS["sft"])
+        detect_format(["prompt", "completions"], METHODS["sft"])
 
 
 def test_contradictory_loss_options():
@@ -748,7 +748,7 @@ def test_what_is_no_data_set_is_refused(tmp_path, monkeypatch, caplog):
     assert caplog.messages == [f"{path}: name: main is not read, it is a configuration of a data set of the hub"]
     monkeypatch.setenv("HOME", str(tmp_path))
     for home in ("~", str(tmp_path.parent)):
-        with pytest.raises(InputError, match="is the home folder or one above it: name the file"):
+        with pytest.raises(InputError, match="is the home folder or a parent of it. Set the path of a file"):
             load(source(home))
     with pytest.raises(InputError, match=r"none that sft reads.*; here columns: {prompt: question, completion: answ"):
         prepare(load(source(path)), "sft")
@@ -772,18 +772,18 @@ def test_a_column_that_comes_late_in_a_stream_is_told(tmp_path, caplog):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("index.csv", "text,n\n0,a,1\n1,b,2\n", "line 2 has 3 fields, the first line 2"),
-        ("twice.csv", "text,text\na,b\n", "several columns have one name: text, text"),
-        ("names.json", '["a", "b"]', "line 1: a row is an object such as"),
+        ("index.csv", "text,n\n0,a,1\n1,b,2\n", "line 2 has 3 fields, but the header has 2"),
+        ("twice.csv", "text,text\na,b\n", "several columns have the same name: text, text"),
+        ("names.json", '["a", "b"]', "line 1: a row must be an object such as"),
         ("trian.jsonl", None, r"no file or folder .*trian\.jsonl \(did you mean '.*train\.jsonl'\?\)"),
-        ("rows.txt", "x", r"unknown extension; known are \.jsonl"),
+        ("rows.txt", "x", r"unknown extension. Supported are \.jsonl"),
         ("empty.jsonl", " \n\n", "is empty"),
         ("header.csv", "a,b\n", "header.csv"),
         ("broken.jsonl", '{"text": "a"}\n{"text": b}\n', "line 2 is not valid JSON"),
         ("broken.json", '[\n{"text": "a"},\n{"text": b}]', "line 3 is not valid JSON"),
         ("lines.json", '{"text": "a"}\n{"text": "b"}\n{"text": ', "line 3 is not valid JSON"),
-        ("wide.tsv", "a\tb\n1\t2\n1\t2\t3\n", "line 3 has 3 fields, the first line 2: a text that holds tabs"),
-        ("open.csv", '"prompt,completion\na,b\n', "in line 1 has double quotes that are not closed"),
+        ("wide.tsv", "a\tb\n1\t2\n1\t2\t3\n", "line 3 has 3 fields, but the header has 2. Put a text with tabs"),
+        ("open.csv", '"prompt,completion\na,b\n', "in line 1 has an unclosed double quote"),
     ],
 )
 def test_unreadable_files(name, content, message, tmp_path):
@@ -807,7 +807,7 @@ def test_a_gzip_file_that_is_cut_or_none_is_said_in_one_line(tmp_path):
     whole = gzip.compress(json.dumps({"text": "a" * 100}).encode())
     for content in (whole[:-10], b"\x1f\x8b", b"plain"):
         (tmp_path / "rows.jsonl.gz").write_bytes(content)
-        with pytest.raises(InputError, match=r"rows\.jsonl\.gz: it is no whole gzip file"):
+        with pytest.raises(InputError, match=r"rows\.jsonl\.gz: the gzip file is truncated or corrupt"):
             load(source(tmp_path / "rows.jsonl.gz"))
 
 
@@ -999,7 +999,7 @@ def test_nulls_that_arrow_fills_in_are_not_trained(tmp_path):
     for rows, nulls in ((load(source(jsonl(tmp_path / "rows.jsonl", written))), 1), (written, 0)):
         assert ["".join(row[:2]).count("null") for row in texts(rows, "sft")] == [nulls, 0]
         rows = rows if nulls else datasets.Dataset.from_list(rows)
-        assert [note.partition(", ")[0] for note in notes(rows, METHODS["sft"], None, tok.byte_tokenizer())][:-1] == [
+        assert [note.partition(", ")[0] for note in collect_notes(rows, METHODS["sft"], None, tok.byte_tokenizer())][:-1] == [
             "column 'tools' has nulls inside calls or tools"] * nulls  # fmt: skip
 
 
@@ -1078,7 +1078,7 @@ def test_columns_of_another_format_change_nothing():
     row = {"prompt_ids": [1, 2], "completion_ids": [3], "chosen_ids": [4], "rejected_ids": [5], "input_ids": [6, 7]}
     branches = {SUPERVISED: [[3]], PREFERENCE: [[4], [5]], PROMPTS: [[3]]}
     for method in methods_of(*branches):
-        sample = read_format(row, detect(list(row), METHODS[method]))
+        sample = read_format(row, detect_format(list(row), METHODS[method]))
         assert (sample.prompt, sample.branches) == ([1, 2], branches[METHODS[method].rows])
 
 
@@ -1145,8 +1145,8 @@ def test_template_switches_of_rows_without_messages_are_told(caplog):
     ],
 )
 def test_columns_that_are_likely_misspelt(method, columns, told):
-    form = detect(columns, METHODS[method])
-    assert misspelt_aside(unread(columns, form), columns, form, METHODS[method]) == told
+    form = detect_format(columns, METHODS[method])
+    assert misspelt_columns(unread_columns(columns, form), columns, form, METHODS[method]) == told
 
 
 COMMON = [
@@ -1170,8 +1170,8 @@ COMMON = [
 def test_common_columns_are_not_taken_for_mistakes(method):
     for one in METHODS[method].rows.formats:
         columns = [*dict.fromkeys([*one.split(" + "), *COMMON])]
-        form = detect(columns, METHODS[method])
-        assert misspelt_aside(unread(columns, form), columns, form, METHODS[method]) == {}
+        form = detect_format(columns, METHODS[method])
+        assert misspelt_columns(unread_columns(columns, form), columns, form, METHODS[method]) == {}
 
 
 def test_a_misspelt_column_and_plain_rows_are_each_told_in_a_line(caplog):

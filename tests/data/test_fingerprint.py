@@ -10,9 +10,9 @@ from tokenizers_for_tests import QWEN3, byte_tokenizer, gpt2_tokenizer
 from transformers import AutoTokenizer
 from vision_for_tests import processor_of
 
-from hf_posttrain.data.fingerprint import state_of_tokenizer
-from hf_posttrain.data.images import read_by, with_pictures
-from hf_posttrain.data.prepare import tokenised
+from hf_posttrain.data.fingerprint import tokenizer_state
+from hf_posttrain.data.images import get_image_reader, attach_image_reader
+from hf_posttrain.data.prepare import tokenize_dataset
 from hf_posttrain.methods import METHODS
 from hf_posttrain.teachers.options import TEACHER
 
@@ -24,7 +24,7 @@ def prepared(tokenizer=None, rows=ROWS, **options):
     if "teacher" in options:
         options["teacher"] = TEACHER.build("teacher", options["teacher"])
     config = SimpleNamespace(**options)
-    return tokenised(rows, METHODS["kd"], tokenizer or byte_tokenizer(), config)._fingerprint
+    return tokenize_dataset(rows, METHODS["kd"], tokenizer or byte_tokenizer(), config)._fingerprint
 
 
 def with_token(tokenizer):
@@ -63,13 +63,13 @@ def test_each_change_makes_other_rows(tmp_path):
 
 def test_a_tokenizer_that_was_used_is_the_same(caplog):
     tokenizer = byte_tokenizer()
-    before = Hasher.hash(state_of_tokenizer(tokenizer))
+    before = Hasher.hash(tokenizer_state(tokenizer))
     tokenizer.model_max_length, length = 4, tokenizer.model_max_length
     tokenizer("longer than the model takes")  # which is warned of once
     tokenizer.model_max_length = length
     tokenizer.apply_chat_template([{"role": "user", "content": "x"}])
     assert "longer than the specified maximum" in caplog.text
-    again = [Hasher.hash(state_of_tokenizer(each)) for each in (tokenizer, byte_tokenizer())]
+    again = [Hasher.hash(tokenizer_state(each)) for each in (tokenizer, byte_tokenizer())]
     assert again == [before, before]
 
 
@@ -95,14 +95,14 @@ def test_no_vocabulary_is_pickled(monkeypatch):
 
 
 def test_what_a_processor_makes_of_an_image_is_part_of_it():
-    tokenizer = with_pictures(processor_of("qwen3_vl"))
-    keys = [Hasher.hash(state_of_tokenizer(tokenizer))]
-    assert keys == [Hasher.hash(state_of_tokenizer(with_pictures(processor_of("qwen3_vl"))))]
-    reader = read_by(tokenizer)
+    tokenizer = attach_image_reader(processor_of("qwen3_vl"))
+    keys = [Hasher.hash(tokenizer_state(tokenizer))]
+    assert keys == [Hasher.hash(tokenizer_state(attach_image_reader(processor_of("qwen3_vl"))))]
+    reader = get_image_reader(tokenizer)
     reader.processor.image_token = "<other>"  # an attribute that its config does not have
-    keys.append(Hasher.hash(state_of_tokenizer(tokenizer)))
+    keys.append(Hasher.hash(tokenizer_state(tokenizer)))
     reader.processor.image_processor.size = {"shortest_edge": 4, "longest_edge": 8}
-    keys.append(Hasher.hash(state_of_tokenizer(tokenizer)))
+    keys.append(Hasher.hash(tokenizer_state(tokenizer)))
     assert len({*keys}) == 3
 
 
@@ -114,5 +114,5 @@ def test_a_tokenizer_with_a_part_of_the_users_own_is_prepared():
     tokenizer = byte_tokenizer()
     tokenizer.backend_tokenizer.pre_tokenizer = PreTokenizer.custom(Whole())
     with pytest.raises(Exception, match="cannot be serialized"):
-        state_of_tokenizer(tokenizer)
+        tokenizer_state(tokenizer)
     assert prepared(tokenizer)
