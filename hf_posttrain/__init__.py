@@ -1,6 +1,7 @@
-"""Post-training of language models on transformers.Trainer, by the methods of `methods`.
+"""Post-training of language models with transformers.Trainer.
 
-Each trainer is imported when it is first asked for, so that `import hf_posttrain` stays fast.
+The public names are the Config and the Trainer of each method in `methods`. Each is imported at its first use, so that
+`import hf_posttrain` stays fast.
 """
 
 import logging
@@ -13,7 +14,7 @@ __version__ = "0.1.0"
 _MODULES = {name: method.module for method in METHODS.values() for name in (method.config_name, method.trainer_name)}
 _MODULES["TeacherSection"] = "hf_posttrain.models.config"
 _MODULES["in_rounds"] = "hf_posttrain.rounds.iterative_trainer"
-_OF_SCRIPTS = (
+_TRL_SCRIPT_NAMES = (
     "DatasetConfig",
     "DatasetMixtureConfig",
     "ModelConfig",
@@ -24,17 +25,17 @@ _OF_SCRIPTS = (
     "get_peft_config",
     "get_quantization_config",
 )
-"""Names that scripts of TRL import in addition."""
-_MODULES |= dict.fromkeys(_OF_SCRIPTS, "hf_posttrain.recipe.trl_scripts")
+"""Other names that scripts of TRL import."""
+_MODULES |= dict.fromkeys(_TRL_SCRIPT_NAMES, "hf_posttrain.recipe.trl_scripts")
 __all__ = sorted(_MODULES)
 
 
-def is_of_used_kernel(record: logging.LogRecord) -> bool:
-    """Return whether a record of bitsandbytes is about anything but the kernel that only 4-bit weights on a CPU use."""
+def is_relevant_kernel_record(record: logging.LogRecord) -> bool:
+    """Return whether a log record of bitsandbytes is not about the kernel that only 4-bit weights on a CPU use."""
     return "gemm_4bit_forward" not in str(record.msg)
 
 
-logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(is_of_used_kernel)  # peft imports bitsandbytes
+logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(is_relevant_kernel_record)  # peft imports bitsandbytes
 
 
 def __dir__() -> list[str]:
@@ -43,9 +44,9 @@ def __dir__() -> list[str]:
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
-        from .trainer.rules import instead_of
+        from .trainer.rules import replacement_hint
 
-        if instead := instead_of(name, "python"):
-            raise ImportError(f"hf_posttrain has no {name}: {instead}")
+        if hint := replacement_hint(name, "python"):
+            raise ImportError(f"hf_posttrain has no {name}: {hint}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_MODULES[name]), name)

@@ -1,25 +1,26 @@
-"""What cannot be combined: one table, from which the errors and the table in docs/reference/compatibility.md come.
+"""Table of the features that cannot be combined.
 
-`option_features` finds the features of a Config. Callers that know more (images, a stream, a teacher on a server) add
-it, and raise or report `conflicts` of the result.
+The error messages and the table in docs/reference/compatibility.md are generated from it. `option_features` returns the
+features that the options of a Config select. Callers add features that depend on more than the options (images, a
+stream, a teacher on a server), and raise or report the `conflicts` of all of them.
 """
 
 from collections.abc import Iterator, Mapping
 from enum import StrEnum
-from typing import Any
 
 from .errors import InputError
+from .options import OptionValues
 
 
 class Feature(StrEnum):
-    """A feature of a run, as errors and docs write it."""
+    """A feature of a run, by the name that errors and the documentation use."""
 
-    # rows and model
+    # data and model
     IMAGES = "images"
     STREAM = "a stream of rows (IterableDataset)"
     QUANTIZED = "a quantized student"
     MERGE_LORA = "merge_lora"
-    # every method
+    # options of all methods
     PACKING = "packing"
     GROUP_BY_LENGTH = "train_sampling_strategy: group_by_length"
     EXACT_MATCH = "eval_exact_match"
@@ -77,8 +78,12 @@ CONFLICTS: tuple[tuple[Feature, Feature, str], ...] = (
     (_F.SEVERAL, _F.IMAGES, "batches with images are not split by teacher"),
     (_F.MODEL_JUDGE, _F.IMAGES, "judges read only text; use a function"),
     (_F.SEQUENCE_PARALLEL, _F.IMAGES, "positions of images are not split"),
-    (_F.VLLM, _F.QUANTIZED, "vLLM is sent plain weights"),
-    (_F.MERGE_LORA, _F.QUANTIZED, "a quantized base would round the adapter away. Merge it into full precision later"),
+    (_F.VLLM, _F.QUANTIZED, "vLLM receives unquantized weights"),
+    (
+        _F.MERGE_LORA,
+        _F.QUANTIZED,
+        "a quantized base would round the adapter away. Merge it into full precision after training",
+    ),
     (_F.ROUNDS, _F.STREAM, _LENGTH),
     (_F.PACKING, _F.STREAM, _LENGTH),
     (_F.GROUP_BY_LENGTH, _F.STREAM, _LENGTH),
@@ -87,9 +92,9 @@ CONFLICTS: tuple[tuple[Feature, Feature, str], ...] = (
     (_F.REFERENCE_CACHE, _F.STREAM, _LENGTH),
     (_F.MISMATCHED_PAIRS, _F.STREAM, "each prompt is paired with the answer of another row"),
     (_F.PREFETCH, _F.ROUNDS, "a round samples all its answers before it trains on them"),
-    (_F.REFERENCE_CACHE, _F.ROUNDS, "the rows of a round are not known before it"),
+    (_F.REFERENCE_CACHE, _F.ROUNDS, "the rows of a round are not known before it starts"),
     (_F.SEQUENCE_PARALLEL, _F.ROUNDS, "rows must be known before training"),
-    (_F.ROUNDS, _F.TEACHER, "such a method learns from a teacher, not from answers that are judged"),
+    (_F.ROUNDS, _F.TEACHER, "a method with a teacher does not learn from judged answers"),
     (_F.PACKING, _F.SEQUENCE_PARALLEL, _ONE_DOCUMENT),
     (_F.EXACT_MATCH, _F.SEQUENCE_PARALLEL, "generation requires attention masks, which are removed"),
     (_F.NEFTUNE, _F.SEQUENCE_PARALLEL, "the scale of the noise depends on the length of the whole row"),
@@ -97,7 +102,7 @@ CONFLICTS: tuple[tuple[Feature, Feature, str], ...] = (
     (_F.DATA_SHARE, _F.POLICY_GRADIENT, _BIASED),
     (_F.OFF_POLICY, _F.NO_ROLLOUTS, "no rollouts are sampled"),
     (_F.PREFETCH, _F.OFF_POLICY, "only on-policy rollouts are prefetched"),
-    (_F.ADVANTAGE_WEIGHTS, _F.REWARD, "the weights are of the advantage without the reward"),
+    (_F.ADVANTAGE_WEIGHTS, _F.REWARD, "token weights are computed from the advantage without the reward"),
     (_F.TOP_K, _F.POLICY_GRADIENT, "the loss reads only the sampled token"),
     (_F.RESIDUAL, _F.OFF_POLICY, _CURRENT),
     (_F.RESIDUAL, _F.DATA_SHARE, _CURRENT),
@@ -105,10 +110,10 @@ CONFLICTS: tuple[tuple[Feature, Feature, str], ...] = (
     (
         _F.PRECOMPUTE,
         _F.SCORED_EACH_STEP,
-        "rollouts of later steps do not exist before training. Set rollouts: frozen, or drop teacher.precompute",
+        "rollouts of later steps do not exist before training. Set rollouts: frozen, or remove teacher.precompute",
     ),
     (_F.PRECOMPUTE, _F.DATA_SHARE, "only rollouts are scored before training"),
-    (_F.PRECOMPUTE, _F.MOVING_AVERAGE, "the scores would stay those of the start"),
+    (_F.PRECOMPUTE, _F.MOVING_AVERAGE, "the scores of the first weights would be used throughout"),
     (_F.REPLAY, _F.OWN_PROMPT, "the replay buffer keeps no rows"),
     (_F.REPLAY, _F.SEVERAL, "the replay buffer keeps no rows"),
     (_F.ASSISTANT_ONLY, _F.OWN_PROMPT, _OTHER_TEXT),
@@ -122,16 +127,17 @@ CONFLICTS: tuple[tuple[Feature, Feature, str], ...] = (
     (_F.REWARD, _F.OWN_TOKENIZER, _CHUNKS),
     (_F.DATA_SHARE, _F.OWN_TOKENIZER, _CHUNKS),
     (_F.ADVANTAGE_WEIGHTS, _F.OWN_TOKENIZER, _CHUNKS),
-    (_F.MOVING_AVERAGE, _F.SHARDED, "the average is kept whole. Use one GPU or DDP, or self: start"),
+    (_F.MOVING_AVERAGE, _F.SHARDED, "the averaged weights are not sharded. Use one GPU or DDP, or self: start"),
 )
-"""Pairs of features that exclude each other, and why. The first of a pair is the one to change."""
+"""Pairs of features that exclude each other, and the reason. The first feature of a pair is the one to change."""
 _REASONS = {(first, second): reason for first, second, reason in CONFLICTS}
 
 
-def option_features(values: Any) -> dict[Feature, str]:
+def option_features(values: OptionValues) -> dict[Feature, str]:
     """Return the features that the options of a Config select, each with the name of its option.
 
-    values: an object with the fields of a Config, whose groups are built.
+    Args:
+        values: The options, with instances of their groups.
     """
     rollouts = getattr(values, "rollouts", None)
     sampler = getattr(values, "sampler", None)
@@ -177,20 +183,28 @@ def option_features(values: Any) -> dict[Feature, str]:
 
 
 def conflicts(features: Mapping[Feature, str]) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Yield the conflicts of features that are given with their options: (options, sentence)."""
+    """Yield the names of the options and the message of each conflict between features.
+
+    Args:
+        features: The features of a run, each with the name of its option.
+    """
     for first, second in _REASONS:
         if first in features and second in features:
-            yield (features[first], features[second]), conflict(first, second)
+            yield (features[first], features[second]), conflict_message(first, second)
 
 
-def conflict(first: Feature, second: Feature) -> str:
-    """Return the sentence of an error. Raises KeyError for features that can be combined."""
+def conflict_message(first: Feature, second: Feature) -> str:
+    """Return the error message of a conflict.
+
+    Raises:
+        KeyError: If the two features can be combined.
+    """
     reason = _REASONS[first, second]
-    fix = "" if ". " in reason else ". Remove one of the two"  # some reasons end with a fix of their own
+    fix = "" if ". " in reason else ". Remove one of the two"  # some reasons end with a more specific fix
     return f"{first} cannot be combined with {second}: {reason}{fix}"
 
 
 def check_features(features: Mapping[Feature, str]) -> None:
-    """Raise InputError for the first conflict of features."""
+    """Raise InputError for the first conflict between features."""
     for _, problem in conflicts(features):
         raise InputError(problem)

@@ -1,7 +1,11 @@
-"""Fields of the dataclasses that users fill in: a Config, a section of a recipe, a group of options."""
+"""Fields of the dataclasses that hold user options: Configs, sections of a recipe and groups of options."""
 
 import dataclasses
-from typing import Any
+from typing import Any, TypeAlias
+
+OptionValues: TypeAlias = Any
+"""An object with the options of a Config as attributes: a Config, or a namespace that is checked before one is built.
+"""
 
 
 def option(
@@ -10,11 +14,16 @@ def option(
     *,
     default_factory: Any = dataclasses.MISSING,
     kw_only: bool = False,
-    **metadata: Any,
+    **metadata: object,
 ) -> Any:
-    """Return a dataclass field with a help text, which HfArgumentParser, `init` and the docs show.
+    """Return a dataclass field with a help text, which HfArgumentParser, `init` and the documentation print.
 
-    metadata: more that HfArgumentParser reads, such as `choices`.
+    Args:
+        default: Default value of the field.
+        help: Help text.
+        default_factory: As in `dataclasses.field`, instead of `default`.
+        kw_only: As in `dataclasses.field`.
+        metadata: Other keys that HfArgumentParser reads, such as `choices`.
     """
     metadata["help"] = help
     if default_factory is not dataclasses.MISSING:

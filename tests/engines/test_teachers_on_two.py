@@ -62,7 +62,7 @@ def trained(rank, kind, method, engine, lora, size, url):
         per_device_eval_batch_size=size, **options, **engine_arguments(engine), **peft_config,
     )  # fmt: skip
     trainer.train()
-    return engines.name(trainer.accelerator), *logs_and_weights(trainer, lora)
+    return engines.engine_name(trainer.accelerator), *logs_and_weights(trainer, lora)
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,7 @@ def average(rank, engine):
 def test_a_moving_average_is_the_same_on_all_ranks_and_refused_where_weights_are_cut():
     first, second = on_two(average, "ddp", "ddp")
     assert all(torch.equal(weight, second[name]) for name, weight in first.items())
-    with pytest.raises(AssertionError, match=f"{InputError.__name__}.*the average is kept whole. Use one GPU or DDP"):
+    with pytest.raises(AssertionError, match=f"{InputError.__name__}.*the averaged weights are not sharded. Use one GPU or DDP"):
         on_two(average, "fsdp2", "fsdp2")
 
 

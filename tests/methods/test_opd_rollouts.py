@@ -259,7 +259,7 @@ def test_the_sign_has_the_gradient_of_its_definition(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("config", "said"),
     [({"token_weights": "top"}, "token_weights"), ({"token_weights": {"name": "top_share", "rho": 1}}, "rho"),
-     ({"token_weights": {"name": "top_share", "share": 2}}, r"token_weights.share=2 is not in \(0, 1\]"),
+     ({"token_weights": {"name": "top_share", "share": 2}}, r"token_weights.share=2 must be in \(0, 1\]"),
      ({"token_weights": "sign"}, "sign requires loss_type policy_gradient"),
      ({"token_weights": "bounded", "loss_type": "policy_gradient", "num_generations": 2,
        "reward": {"function": "exact_match"}}, "cannot be combined with reward"),

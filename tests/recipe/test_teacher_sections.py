@@ -126,7 +126,7 @@ def test_check_says_that_a_server_is_not_there(home, capsys):
         ("opd", {"self": "begin"}, None, {}, "teacher.self must be start, ema or null"),
         ("opd", {"self": "start", "url": "http://x"}, None, {}, "teacher.self and teacher.url exclude each other"),
         ("opd", {"self": "start", "ema": 0.5}, None, {}, "teacher.ema is of teacher.self: ema"),
-        ("opd", {"self": "ema", "ema": 1.5}, None, {}, "teacher.ema=1.5 is not in [0, 1)"),
+        ("opd", {"self": "ema", "ema": 1.5}, None, {}, "teacher.ema=1.5 must be in [0, 1)"),
         ("opd", {"self": "start", "own_tokenizer": True}, None, {}, "the student itself has no other tokens"),
         ("opd", {}, {"a": {}}, {}, "teachers.a.name_or_path is empty"),
         ("opd", LOCAL, {"a": LOCAL}, {}, "teacher and teachers exclude each other"),
