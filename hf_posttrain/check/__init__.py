@@ -140,7 +140,7 @@ def check(
     if "sampler" in recipe.train:
         config.sampler = SAMPLERS.build("sampler", recipe.train["sampler"])
     from ..data.lengths import warn_if_too_long
-    from ..data.prepare import noted
+    from ..data.prepare import notes_logger
     from ..monitoring.versions import newer_than_tested
     from ..recipe.datasets import audit_data, prepare_data
     from . import memory, placement, plan, probe, token_preview
@@ -152,7 +152,7 @@ def check(
     logged = BufferingHandler(capacity=10_000)
     logged.setLevel(logging.WARNING)
     logger.addHandler(logged)
-    noted.disabled = True  # the page says it
+    notes_logger.disabled = True  # the page says it
     try:
         rows, raw = prepare_data(recipe, trainer_class, tokenizer, config)
         level = logger.level
@@ -170,7 +170,7 @@ def check(
             probed.estimate = max(size for name, size in estimate.phases.items() if name != "evaluation")
     finally:
         logger.removeHandler(logged)
-        noted.disabled = False
+        notes_logger.disabled = False
     if config.process_index != 0:
         return None
 

@@ -16,12 +16,12 @@ import psutil
 import torch
 
 from ..batching.micro_batch import MicroBatch
-from ..data.lengths import longest, planned_passes
-from ..generation.batch_size import CACHE_SHARE, LOGIT_BYTES, even_parts
+from ..data.lengths import longest_rows, planned_epochs
+from ..generation.batch_size import CACHE_MEMORY_SHARE, LOGIT_BYTES, even_batch_size
 from ..generation.rollout import GrowingLayer
 from ..methods.rules import REFERENCE_FREE_LOSSES
 from ..models.config import section_from_name
-from ..monitoring.symptoms import listed
+from ..monitoring.symptoms import as_names
 from ..recipe.sections import Recipe
 from ..rollouts.options import PolicySamplerOptions, VLLMColocateOptions
 from ..rounds.judges.config import MODEL_JUDGES
@@ -115,7 +115,7 @@ class Run:
 
     def batch(self, name: str, size: int) -> MicroBatch:
         """Return the micro-batch of the `size` longest rows."""
-        rows = longest(self.rows[name], size, ("prompt_ids",) if self.trainer_class.reads.rows.sampled else ())
+        rows = longest_rows(self.rows[name], size, ("prompt_ids",) if self.trainer_class.data_method.rows.sampled else ())
         examples = planned_examples(rows, self.trainer_class, self.config)
         batch_class = self.trainer_class.collator_class.batch_class
         return collate(examples, self.layout, row_multiple=self.multiple, batch_class=batch_class)
@@ -136,14 +136,14 @@ class Run:
             stays = [section for section in taught if not section.url and not (section.self and by_adapter)]
             stays = [section for section in stays if not (leaves and section.offload)]
             return bool(stays) and not precomputes(config)
-        reference_free = {*listed(getattr(config, "loss_type", "none"))} <= REFERENCE_FREE_LOSSES
+        reference_free = {*as_names(getattr(config, "loss_type", "none"))} <= REFERENCE_FREE_LOSSES
         if not self.trainer_class.method.second or reference_free or by_adapter:
             return False
         if self.recipe.rounds and self.recipe.rounds.reference == "round":
             return False
         if config.precompute_ref_log_probs is None:  # scored before training if rows are seen more than once
             step = config.per_device_train_batch_size * config.gradient_accumulation_steps * self.engine.processes
-            return not leaves or planned_passes(self.rows["train"], config, step) <= 1
+            return not leaves or planned_epochs(self.rows["train"], config, step) <= 1
         return not config.precompute_ref_log_probs
 
     def estimate(self) -> MemoryEstimate:
@@ -270,7 +270,7 @@ class Run:
 
     def longest_prompt(self) -> int:
         """Tokens of the longest prompt that is answered in training."""
-        return len(longest(self.rows["train"], 1, ("prompt_ids",))[0]["prompt_ids"])
+        return len(longest_rows(self.rows["train"], 1, ("prompt_ids",))[0]["prompt_ids"])
 
     def answers_at_once(self) -> int:
         """Answers that a generation call is asked for: those of an optimizer step, or of a piece of a round."""
@@ -307,7 +307,7 @@ class Run:
             count = min(count, options.sampler.batch_size)
         elif self.engine.gpu and self.available:  # as `rollout.rows_that_fit` does
             logits = LOGIT_BYTES * len(policy.head)
-            count = even_parts(count, int(CACHE_SHARE * max(self.available - held, 0)) // (row + logits))
+            count = even_batch_size(count, int(CACHE_MEMORY_SHARE * max(self.available - held, 0)) // (row + logits))
         # what GrowingLayer makes space for: SPARE tokens behind a prompt, and again when these are full
         spare = GrowingLayer.SPARE
         more = max(0, config.max_completion_length - 1 - GrowingLayer.SPARE)

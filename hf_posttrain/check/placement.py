@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from ..batching.micro_batch import MicroBatch
-from ..data.images import read_by
+from ..data.images import get_image_reader
 from ..engines import launch
 from ..engines.config_files import check_accelerate_file
 from ..errors import InputError
@@ -74,8 +74,8 @@ def engine_from_file(config_file: Path) -> Engine:
 
 
 def requested_engine(config: Any) -> Engine:
-    """The engine of this run: `launch.asked` and the number of processes. config: a method's Config."""
-    asked = launch.asked(config)
+    """The engine of this run: `launch.requested_engine` and the number of processes. config: a method's Config."""
+    asked = launch.requested_engine(config)
     gpu = config.device.type != "cpu"
     count = config.world_size
     if asked.zero is not None:
@@ -190,7 +190,7 @@ class Shapes:
         self.kept = [0] * (1 + len(self.layers))
         self.hidden = 0
         self.cache = 0
-        self.reader: Any = read_by(load.load_tokenizer(section)) if section.images else None
+        self.reader: Any = get_image_reader(load.load_tokenizer(section)) if section.images else None
         self.tower: Any = None  # of a model that sees, once it is counted
 
     def count(self, batch: MicroBatch, dtype: torch.dtype | None) -> None:

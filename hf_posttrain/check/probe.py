@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..batching.micro_batch import MicroBatch
 from ..data.dataset_type import AnyDataset
-from ..data.lengths import longest, tokens_of
+from ..data.lengths import longest_rows, tokens_per_row
 from ..losses.divergence import reverse_kl
 from ..methods import METHODS, config_class
 from ..methods.objective import Divergence
@@ -123,7 +123,7 @@ def probe(
         once = {name: value for name, value in _ONE_STEP.items() if name in known} | {"output_dir": folder}
         trainer_class, config = build.configure(replace(recipe, train=recipe.train | once))
         step = config.per_device_train_batch_size * config.gradient_accumulation_steps * config.world_size
-        chosen = longest(rows, step)
+        chosen = longest_rows(rows, step)
         given = {"args": config, "processing_class": tokenizer, "peft_config": peft_config, "train_dataset": chosen}
         trainer = trainer_class(**given, **build.load_models(recipe, config))
         trainer.longest = True  # of rounds: the longest answers, whatever is sampled
@@ -136,7 +136,7 @@ def probe(
     own = [name for name in chosen.column_names if name.endswith("_ids") and name != "mismatch_ids"]
     return Probe(
         min(config.per_device_train_batch_size, len(chosen)),
-        int(tokens_of(chosen, own).max()),
+        int(tokens_per_row(chosen, own).max()),
         metrics["train_runtime"],
         peak_memory(config.device),
         metrics["train_loss"],

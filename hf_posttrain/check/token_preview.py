@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerBase
 from ..data import chat
 from ..data.align import Aligner
 from ..data.encode import NO_TARGET
-from ..data.images import picture_size, read_by
-from ..data.prepare import tokenised
+from ..data.images import image_size, get_image_reader
+from ..data.prepare import tokenize_dataset
 from ..data.row_schema import Reader, RowKind
 from ..data.sources import load
 from ..errors import InputError, error_context, printable
@@ -201,8 +201,8 @@ def audit_tokens(
     from ..models.policy import find_terminal_ids, terminal_ids_from_config
 
     # special tokens: what ends an answer, what begins a text, what pads
-    method = recipe.reads
-    kind = recipe.reads.rows
+    method = recipe.data_method
+    kind = recipe.data_method.rows
     own_answers = getattr(config, "lmbda", 1) < 1  # OPD's: below 1 some train the answers of the data
     kind = replace(kind, sampled=kind.sampled and not own_answers)
     ends = [find_terminal_ids(model, tokenizer, config.chat_template_kwargs) for model in models]
@@ -241,7 +241,7 @@ def audit_tokens(
 
     # the examples of all sources, and samples of each: the first, the middle and the last
     examples: list[list[Part]] = []
-    reader = read_by(tokenizer)
+    reader = get_image_reader(tokenizer)
     found.sees = reader is not None
     decode = {
         name.partition(".")[2]: (load_tokenizer(section) if section.own_tokenizer else tokenizer).decode
@@ -250,14 +250,14 @@ def audit_tokens(
     for key, source in recipe.sources():
         with error_context(recipe.where(f"{key}.path")):
             if key in names:
-                every = tokenised(raws[key], method, tokenizer, config, names[key])
+                every = tokenize_dataset(raws[key], method, tokenizer, config, names[key])
                 rows = list(every.select(np.flatnonzero(np.asarray(every["row"][:]) < AUDITED_ROWS)))
             else:
                 rows = _first_examples(raws[key], method, tokenizer, config, key, AUDITED_ROWS)
         rows = [row for row in rows if not row["state"] & NO_TARGET]
         if reader is not None:
             for picture in (one for row in rows for one in row["images"] or ()):
-                found.pictures.append((*picture_size(picture), reader.features(reader.expansion(picture))))
+                found.pictures.append((*image_size(picture), reader.count_features(reader.expansion(picture))))
         for n in sorted({0, len(rows) // 2, len(rows) - 1}) if rows else []:
             shown = split_pieces(row_parts(rows[n], kind), tokenizer.decode)
             reads = rows[n].get("teacher_prompt_ids")
@@ -311,4 +311,4 @@ def _first_examples(
 ) -> list[dict]:
     """What the first `count` raw rows become, examples that train nothing included."""
     first = raw.select(range(min(count, len(raw)))) if isinstance(raw, datasets.Dataset) else raw.take(count)
-    return list(tokenised(first, method, tokenizer, config, name))
+    return list(tokenize_dataset(first, method, tokenizer, config, name))

@@ -65,7 +65,7 @@ def measure_vision_memory(model: Any, reader: ImageReader, dtype: torch.dtype | 
             part.to_empty(device="cpu", recurse=False)
             for values in (*part.parameters(recurse=False), *part.buffers(recurse=False)):
                 values.detach().zero_()
-    picture = reader.blank
+    picture = reader.blank_tensors
     if picture["pixel_values"].dim() == 5:  # it is tiles: [pictures, tiles, channels, height, width]
         picture = {name: value[:, :1] for name, value in picture.items()}
 

@@ -1,17 +1,17 @@
-"""Rollouts: answers of the policy to prompts, and where they come from.
+"""Rollouts: completions of prompts by the policy, their sources and the programs that sample them.
 
 completion         a completion, a prompt with its completions, and the interface of a sampler
-interface          what these modules use of a trainer
-policy_sampler     samples with the model that trains
-vllm               what both ways to sample with vLLM share
-vllm_in_process    an engine of vLLM in each training process
+interface          attributes of a trainer that this subpackage uses
+policy_sampler     samples with the model that is trained
+vllm               shared base of both vLLM samplers
+vllm_in_process    a vLLM engine in each training process
 vllm_server        a server that `vllm serve` started
-prefetching        rollouts of the next window, sampled while this one trains
-weight_sync        the policy's weights as vLLM takes them
-source             rollouts of the current policy, and the interface of a source
+prefetching        rollouts of the next window, sampled while the current one trains
+weight_sync        weights of the policy in the format that vLLM loads
+source             interface of a source of rollouts, and rollouts of the current policy
 replay             rollouts of the last optimizer steps
 frozen             rollouts that are sampled once
-batch, builder     the micro-batches of rollouts
-reward             a grade of each rollout
+batch, builder     micro-batches of rollouts
+reward             grades of rollouts
 options            options of sources, samplers, rewards and token weights, with the classes that they name
 """

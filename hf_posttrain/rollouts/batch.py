@@ -14,16 +14,19 @@ from ..teachers.inputs import DistillationBatch, DistillationCollator
 
 @dataclass
 class RolloutBatch(DistillationBatch):
-    """A micro-batch of prompts, and later of their rollouts; a share of the prompts may be answered by the data."""
+    """A micro-batch of prompts, and later of their rollouts.
+
+    Completions of the data may answer a share of the prompts.
+    """
 
     prompts: Deferred = None  # type: ignore[assignment]  # prepared rows, until they are laid out with their rollouts
-    sampled: Tensor = None  # type: ignore[assignment]  # bool [rows of data], answered by the student
-    grades: Tensor = None  # type: ignore[assignment]  # [rows of data, K], of the reward
+    sampled: Tensor = None  # type: ignore[assignment]  # bool [rows of data], whether the student sampled the answer
+    grades: Tensor = None  # type: ignore[assignment]  # [rows of data, K], grades by the reward
     repeated: Tensor = None  # type: ignore[assignment]  # [rollouts], share of tokens in repeated n-grams
-    sampler_logps: Tensor | None = None  # [N], where the tokens were sampled; NaN for completions of the data
-    importance_logps: Tensor | None = None  # [N], `sampler_logps` where importance weights are due, NaN elsewhere
-    reward_advantage: Tensor | None = None  # [N], what a reward adds to the advantage of a token
-    token_weights: Tensor | None = None  # [N], of `token_weights`
+    sampler_logps: Tensor | None = None  # [N], logps under the sampler; NaN for completions of the data
+    importance_logps: Tensor | None = None  # [N], `sampler_logps` of tokens with an importance weight, NaN for others
+    reward_advantage: Tensor | None = None  # [N], added to the advantage of a token by the reward
+    token_weights: Tensor | None = None  # [N], weights by the option `token_weights`
 
 
 class PromptCollator(DistillationCollator):
@@ -32,7 +35,10 @@ class PromptCollator(DistillationCollator):
     batch_class = RolloutBatch
 
     def __call__(self, rows: list[dict[str, Any]]) -> MicroBatch:
-        """Return `index`, `prompts`, and their `input_ids` followed by -100, for metrics that ask for inputs."""
+        """Return a batch with `index`, `prompts`, and `input_ids` of the prompts, padded with -100.
+
+        The `input_ids` are for metrics with `include_for_metrics: inputs`.
+        """
         prompts = [torch.tensor(row["prompt_ids"]) for row in rows]
         index = torch.tensor([row.get("index", -1) for row in rows])
         return RolloutBatch(index=index, prompts=Deferred(rows), input_ids=pad_sequence(prompts, True, IGNORE))

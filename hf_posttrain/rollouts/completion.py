@@ -1,4 +1,4 @@
-"""A completion, a prompt with its completions, and the interface of what samples them."""
+"""A completion, a prompt with its completions, and the interface of a sampler."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,9 +9,9 @@ from typing import Any, Protocol
 class Completion:
     """The answer to a prompt."""
 
-    ids: list[int]  # up to and with the first terminal id
-    logps: list[float] | None = None  # of `ids`, under the distribution that they were sampled from; None: not reported
-    finished: bool = True  # ends with a terminal id
+    ids: list[int]  # up to and including the first terminal id
+    logps: list[float] | None = None  # of `ids`, under the distribution they were sampled from; None: not reported
+    finished: bool = True  # whether it ends with a terminal id
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Rollout:
     prompt: list[int]
     completions: list[Completion]
     teacher: list[dict[str, list[Any]]] | None = None
-    """For each completion what the teacher said about its tokens: `teacher_ids`, `teacher_logps` and `teacher_own`."""
+    """Teacher's scores of the tokens of each completion: `teacher_ids`, `teacher_logps` and `teacher_own`."""
 
 
 class Sampler(Protocol):
@@ -31,11 +31,11 @@ class Sampler(Protocol):
     """Whether completions have log-probabilities, because another program than the trainer samples them."""
 
     def synchronise(self) -> None:
-        """Sample from the policy's current weights from now on. All ranks call it."""
+        """Load the current weights of the policy for all later samples. All ranks call it."""
         ...
 
     def prefetch(self, prompts: Sequence[Sequence[int]], n: int, max_new_tokens: int, seed: Sequence[int]) -> None:
-        """Begin to sample what a later `sample` with the same arguments returns; only a server can."""
+        """Begin to sample what a later `sample` with the same arguments returns. Only a server supports it."""
         ...
 
     def sample(
@@ -43,8 +43,12 @@ class Sampler(Protocol):
     ) -> list[list[Completion]]:
         """Return n completions of each prompt. All ranks call it, each with its own prompts.
 
-        seed: on which the completions depend. The policy's own decoding draws from the global generator, which the
-        caller has seeded with it.
+        Args:
+            prompts: Token ids of the prompts.
+            n: Number of completions per prompt.
+            max_new_tokens: Largest number of tokens of a completion.
+            seed: Numbers that determine the completions. The decoding of the policy itself uses the global generator,
+                which the caller has seeded with them.
         """
         ...
 

@@ -147,8 +147,8 @@ class Frozen(OnPolicy):
                 Example(
                     row["prompt_ids"],
                     [*map(Branch, row["rollout_ids"])],
-                    pictures=row.get("images") or (),
-                    reading=teacher_input_of(row),
+                    images=row.get("images") or (),
+                    teacher_input=teacher_input_of(row),
                 )
                 for row in given
             ]

@@ -1,15 +1,18 @@
 """The attributes of a trainer that samples, for the classes of this subpackage."""
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..teachers.eos import MergedEOS
 from ..teachers.signal import Request, Teacher
 from ..trainer.interface import TrainerInterface
 from .completion import Sampler
 
+if TYPE_CHECKING:
+    from .builder import RolloutBuilder
+
 
 class SamplingInterface(TrainerInterface):
-    """A trainer with a sampler: of OPD, or of rounds."""
+    """A trainer with a sampler: of OPD, or an iterative trainer."""
 
     sampler: Sampler
     rollout_options: Any
@@ -17,7 +20,7 @@ class SamplingInterface(TrainerInterface):
     vocabulary: int
     """Number of token ids that may be sampled."""
     synchronised: int | None = None
-    """The optimizer step whose weights the sampler has."""
+    """Optimizer step whose weights the sampler has."""
 
 
 class OnPolicyInterface(SamplingInterface):
@@ -25,9 +28,8 @@ class OnPolicyInterface(SamplingInterface):
 
     teacher: Teacher | None
     eos: MergedEOS
-    rollouts: Any
-    """A `RolloutBuilder`."""
+    rollouts: "RolloutBuilder"
 
     def request(self, kind: Literal["dense", "sampled"], top_k: int | None) -> Request:
-        """Return what the loss needs from the teacher."""
+        """Return the request for the teacher's signal that the loss requires."""
         raise NotImplementedError

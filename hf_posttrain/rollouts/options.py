@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..options import option
-from ..trainer.limits import COUNT, LARGEST, SOME, Limit, Problem
+from ..trainer.limits import COUNT, MAX_FACTOR, POSITIVE_FRACTION, Limit, Problem
 from ..trainer.option_group import OptionGroup, OptionKind
 
 
@@ -57,7 +57,7 @@ class ReplayRollouts(RolloutOptions):
 
     kind: ClassVar = "replay"
     implementation: ClassVar = "rollouts.replay:Replay"
-    limits: ClassVar = RolloutOptions.limits | {"fresh_fraction": SOME, "replay_steps": COUNT}
+    limits: ClassVar = RolloutOptions.limits | {"fresh_fraction": POSITIVE_FRACTION, "replay_steps": COUNT}
 
     fresh_fraction: float = option(0.25, "Share of the prompts of each step whose rollouts are sampled in that step.")
     replay_steps: int = option(16, "Number of past optimizer steps kept in the replay buffer.")
@@ -90,7 +90,7 @@ class PolicySamplerOptions(SamplerOptions):
 class VLLMOptions(SamplerOptions):
     """Any vLLM engine."""
 
-    limits: ClassVar = {"check_steps": COUNT, "gpu_memory_utilization": SOME}
+    limits: ClassVar = {"check_steps": COUNT, "gpu_memory_utilization": POSITIVE_FRACTION}
 
     check_steps: int = option(
         20,
@@ -98,7 +98,7 @@ class VLLMOptions(SamplerOptions):
         "weights.",
     )
 
-    def described(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, Any]:
         """Return what the results of a run depend on: both kinds sample the same."""
         return {"kind": "vllm", "prefetch": self.prefetch}
 
@@ -133,7 +133,7 @@ class RewardOptions(OptionKind):
     """A reward in addition to the teacher."""
 
     selector: ClassVar = ""
-    limits: ClassVar = {"coef": Limit(lambda x: 0 < x <= LARGEST, "must be above 0, and at most 1e6")}
+    limits: ClassVar = {"coef": Limit(lambda x: 0 < x <= MAX_FACTOR, "must be above 0, and at most 1e6")}
 
     function: str = option(help="Function that grades a rollout: exact_match, or package.module:name.", kw_only=True)
     coef: float = option(1.0, "Factor of the grade when it is added to the advantage of each token.")
@@ -163,7 +163,7 @@ class TopShare(TokenWeightOptions):
     """Only the tokens with the largest divergence count."""
 
     kind: ClassVar = "top_share"
-    limits: ClassVar = {"share": SOME}
+    limits: ClassVar = {"share": POSITIVE_FRACTION}
 
     share: float = option(0.5, "Share of the tokens that count.")
 

@@ -1,7 +1,7 @@
-"""Rollouts by the model that trains."""
+"""Rollouts by the model that is trained."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .completion import Completion, is_finished
 
@@ -10,18 +10,18 @@ if TYPE_CHECKING:
 
 
 class PolicySampler:
-    """Samples with the policy itself, by its own decoding or by transformers' `generate`."""
+    """Samples with the policy itself, by the decoding of this package or by `generate` of transformers."""
 
-    reports_logps = False  # they are the policy's own
+    reports_logps = False  # the policy computes the same log-probabilities when it trains
 
-    def __init__(self, trainer: "SamplingInterface"):
+    def __init__(self, trainer: "SamplingInterface") -> None:
         self.trainer = trainer
 
     def synchronise(self) -> None:
         """Do nothing: the policy has its own weights."""
 
     def prefetch(self, prompts: Sequence[Sequence[int]], n: int, max_new_tokens: int, seed: Sequence[int]) -> None:
-        """Raise: the model trains meanwhile."""
+        """Raise NotImplementedError: the model is busy with training."""
         raise NotImplementedError
 
     def sample(
@@ -42,8 +42,8 @@ class PolicySampler:
         return [completions[start : start + n] for start in range(0, len(completions), n)]
 
 
-def synchronise(trainer: Any) -> None:
-    """Give a trainer's sampler the policy's weights: once per optimizer step, and each time outside training.
+def synchronise(trainer: "SamplingInterface") -> None:
+    """Give the sampler of a trainer the policy's weights: once per optimizer step, and each time outside training.
 
     All ranks call it.
     """

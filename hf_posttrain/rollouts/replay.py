@@ -15,37 +15,42 @@ from .source import OnPolicy
 
 
 class Replay(OnPolicy, TrainerCallback):
-    """Samples for some prompts, and takes the rollouts of earlier steps, of all ranks, in place of the others.
+    """Samples rollouts of some prompts, and replaces the others by rollouts of earlier steps of all ranks.
 
-    A checkpoint stores them.
+    A checkpoint stores the rollouts of the last steps.
     """
 
     required = False
 
     @property
     def reports_logps(self) -> bool:
-        """False: most rollouts are of another policy."""
+        """False: most rollouts were sampled by earlier policies."""
         return False
 
-    def __init__(self, trainer: SamplingInterface):
+    def __init__(self, trainer: SamplingInterface) -> None:
         super().__init__(trainer)
         steps = trainer.args.rollouts.replay_steps
-        self.windows: deque[list[Any]] = deque(maxlen=steps)  # (prompt, completions), as ids
-        self.newest: list[Any] | None = None  # of a step that is not done yet
+        self.windows: deque[list[Any]] = deque(maxlen=steps)  # (prompt, completions) as ids, of each step
+        self.newest: list[Any] | None = None  # of the step that is not complete yet
         trainer.add_callback(self)
         trainer.stateful["replay"] = self
 
     def rollouts(self, rows: Sequence[dict[str, Any]], seed: Sequence[int], max_new_tokens: int) -> list[Rollout]:
-        """Return as many rollouts as there are rows; sample all of them while there are no earlier ones."""
-        earlier = [kept for window in self.windows for kept in window]
+        """Return as many rollouts as there are rows. Sample all of them while there are no earlier ones."""
+        earlier = [rollout for window in self.windows for rollout in window]
         count = len(rows)
         if earlier:
             count = min(math.ceil(self.trainer.args.rollouts.fresh_fraction * len(rows)), len(rows))
         sampled = super().rollouts(rows[:count], seed, max_new_tokens)
-        wanted = len(rows) - count  # none a second time before all were chosen
-        orders = [torch.randperm(len(earlier)) for _ in range(-(-wanted // len(earlier)) if earlier else 0)]
-        chosen = torch.cat(orders)[:wanted].tolist() if orders else []
-        self.newest = gather_object([([*one.prompt], [each.ids for each in one.completions]) for one in sampled])
+
+        # random permutations: no rollout is chosen a second time before all were chosen
+        missing = len(rows) - count
+        orders = [torch.randperm(len(earlier)) for _ in range(-(-missing // len(earlier)) if earlier else 0)]
+        chosen = torch.cat(orders)[:missing].tolist() if orders else []
+
+        self.newest = gather_object(
+            [([*rollout.prompt], [completion.ids for completion in rollout.completions]) for rollout in sampled]
+        )
         replayed = [
             Rollout(prompt, [*map(Completion, completions)])
             for prompt, completions in (earlier[number] for number in chosen)
@@ -66,7 +71,7 @@ class Replay(OnPolicy, TrainerCallback):
         self.windows.extend(state["windows"])
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Keep the rollouts of this step: a checkpoint that is saved during a step does not have them twice."""
+        """Add the rollouts of this step, which is done here so that a checkpoint never stores them twice."""
         if self.newest is not None:
             self.windows.append(self.newest)
         self.newest = None

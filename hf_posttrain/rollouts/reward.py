@@ -1,6 +1,6 @@
-"""A reward beside OPD's teacher: rollouts of one prompt are graded, and each token of a better one is credited.
+"""A reward in addition to the teacher of OPD: rollouts of a prompt are graded, and tokens of the better ones credited.
 
-r - (mean r of the prompt's K rollouts), times coef, is added to A = ln p - ln q of each of its tokens
+coef * (r - mean r of the prompt's K rollouts) is added to the advantage A = ln p - ln q of each token of a rollout.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import error_context
-from ..generation.graders import load_grader, grade
+from ..generation.graders import grade, load_grader
 from .completion import Rollout
 from .options import RewardOptions
 
@@ -19,7 +19,7 @@ from .options import RewardOptions
 class Reward:
     """Grades rollouts by the option `reward`. Raises InputError if its function cannot be imported."""
 
-    def __init__(self, options: RewardOptions):
+    def __init__(self, options: RewardOptions) -> None:
         self.options = options
         with error_context("reward"):
             self.grader = load_grader(options.function)
@@ -27,20 +27,28 @@ class Reward:
     def grades(
         self, tokenizer: PreTrainedTokenizerBase, rows: Sequence[dict[str, Any]], rollouts: Sequence[Rollout]
     ) -> Tensor:
-        """[prompts, K], of the rollouts of each row's prompt. Raises InputError where the function gives other than a
-        finite number for each.
+        """Return the grades of the rollouts of each row's prompt, [prompts, K].
+
+        Raises InputError unless the function returns a finite number for each rollout.
         """
-        decode = lambda ids: tokenizer.decode(ids, skip_special_tokens=True)  # noqa: E731
+
+        def decode(ids: list[int]) -> Any:
+            return tokenizer.decode(ids, skip_special_tokens=True)
+
         texts = [
-            (decode(one.prompt), decode(each.ids), decode(row["completion_ids"]) if row.get("completion_ids") else None)
-            for row, one in zip(rows, rollouts, strict=True)
-            for each in one.completions
+            (
+                decode(rollout.prompt),
+                decode(completion.ids),
+                decode(row["completion_ids"]) if row.get("completion_ids") else None,
+            )
+            for row, rollout in zip(rows, rollouts, strict=True)
+            for completion in rollout.completions
         ]
         prompts, completions, references = map(list, zip(*texts, strict=True)) if texts else ([], [], [])
-        found = grade(self.grader, f"reward: {self.options.function}", prompts, completions, references)
-        return torch.tensor(found, dtype=torch.float).view(len(rows), -1)
+        grades = grade(self.grader, f"reward: {self.options.function}", prompts, completions, references)
+        return torch.tensor(grades, dtype=torch.float).view(len(rows), -1)
 
 
 def group_advantage(grades: Tensor) -> Tensor:
-    """R less the mean of its prompt, [prompts, K]."""
+    """Return the grades minus the mean of their prompt, [prompts, K]."""
     return grades - grades.mean(1, keepdim=True)

@@ -1,8 +1,9 @@
-"""Where the rollouts of OPD come from: the interface, and rollouts of the current policy.
+"""The interface of a source of rollouts, and rollouts of the current policy.
 
-on policy    sampled from the current policy, in each optimizer step
-replay       a share `fresh` of each window on policy; for the other prompts, rollouts of the last steps (LSPD)
-frozen       sampled once, from the policy as it was at the start, and kept on disk (arXiv 2610.11291)
+on policy    sampled from the current policy in each optimizer step
+replay       a share `fresh_fraction` of each window on policy, and rollouts of the last steps in place of the other
+             prompts (LSPD)
+frozen       sampled once, from the policy before training, and cached on disk (arXiv 2610.11291)
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class RolloutSource(Protocol):
-    """Gives the rollouts of prompts."""
+    """Provides the rollouts of prompts."""
 
     @property
     def reports_logps(self) -> bool:
@@ -34,7 +35,7 @@ class RolloutSource(Protocol):
 class OnPolicy:
     """Samples from the current policy."""
 
-    def __init__(self, trainer: "SamplingInterface"):
+    def __init__(self, trainer: "SamplingInterface") -> None:
         self.trainer = trainer
 
     @property
@@ -43,8 +44,8 @@ class OnPolicy:
         return bool(self.trainer.sampler.reports_logps)
 
     def rollouts(self, rows: Sequence[dict[str, Any]], seed: Sequence[int], max_new_tokens: int) -> list[Rollout]:
-        """Sample `num_generations` completions of each row's prompt."""
-        prompts = [Prompt.of(row) for row in rows]
+        """Sample `num_generations` completions of the prompt of each row."""
+        prompts = [Prompt.from_row(row) for row in rows]
         n = self.trainer.args.num_generations
         sampled = self.trainer.sampler.sample(prompts, n, max_new_tokens, seed)
         return [Rollout(prompt, completions) for prompt, completions in zip(prompts, sampled, strict=True)]

@@ -27,7 +27,7 @@ import torch
 from accelerate.utils import broadcast_object_list, gather_object
 from safetensors.torch import load_file, save_file
 
-from ..capabilities import Feature, conflict
+from ..capabilities import Feature, conflict_message
 from ..errors import InputError
 from ..generation import rollout
 from ..generation.completions_client import UNMODIFIED_SAMPLING, raise_on_all_ranks
@@ -83,7 +83,7 @@ class VLLMSampler:
     def __init__(self, trainer: Any):
         model = scoring.unwrap_model(trainer.model)
         if getattr(scoring.causal_lm(model), "is_quantized", False):
-            raise InputError(conflict(Feature.VLLM, Feature.QUANTIZED))
+            raise InputError(conflict_message(Feature.VLLM, Feature.QUANTIZED))
         self.lora = model.peft_config[model.active_adapter] if isinstance(model, peft.PeftModel) else None
         if self.lora:
             max_lora_rank(self.lora)

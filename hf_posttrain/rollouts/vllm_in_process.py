@@ -53,7 +53,7 @@ class VLLMInProcessSampler(VLLMSampler):
         # a folder without weights, which come from memory: config and tokenizer are all that vLLM reads
         if trainer.is_world_process_zero():
             config = copy.deepcopy(inner.config)
-            config.architectures = [sharded.plain_class(inner).__name__]
+            config.architectures = [sharded.original_class(inner).__name__]
             if accelerator.device.type == "cpu":  # there vLLM keeps a tied head as it was first
                 config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
             config.save_pretrained(place)
@@ -79,7 +79,7 @@ class VLLMInProcessSampler(VLLMSampler):
 
     def _give_weights(self, change: Any = None) -> None:
         """All weights but the adapter's, in memory. All ranks call it. change: (name, weight) -> another."""
-        with torch.no_grad(), engine.whole_weights(self.trainer.model_wrapped, self.trainer.accelerator) as model:
+        with torch.no_grad(), engine.gather_policy(self.trainer.model_wrapped, self.trainer.accelerator) as model:
             weights = hub_weights(scoring.causal_lm(model), dict(named_weights(model)))
             given = ((name, (change(name, weight) if change else weight).detach()) for name, weight in weights.items())
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": given})

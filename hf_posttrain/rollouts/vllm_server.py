@@ -14,7 +14,7 @@ from accelerate.utils import gather_object
 from peft import PeftConfig
 
 from ..errors import InputError
-from ..generation.completions_client import Server, ServerError, as_server_error, run_concurrently, raise_on_all_ranks
+from ..generation.completions_client import Server, ServerError, as_server_error, raise_on_all_ranks, run_concurrently
 from ..scoring import forward as scoring
 from ..trainer.interface import TrainerInterface
 from .completion import Completion
@@ -92,7 +92,7 @@ class VLLMServerSampler(VLLMSampler):
 
     def _process(self) -> str | None:
         """Which start of the server this is, where it tells."""
-        return (self.server.settings() or {}).get("instance_id") if "process" in self.card else None
+        return (self.server.vllm_config() or {}).get("instance_id") if "process" in self.card else None
 
     def _agreed(self, sample: Any) -> list[list[SampledTokens]]:
         """What `sample` gives; where the server has started again meanwhile, once more with the weights sent anew."""
@@ -199,8 +199,8 @@ def check_server(options: Any, peft_config: PeftConfig | None = None, max_length
 
 def _check_reported_settings(server: Server, options: Any, rank: int | None, max_length: int | None) -> dict[str, Any]:
     """`check_server` of a server that serves an adapter of this rank, None for whole weights."""
-    card = server.card()
-    told = server.settings()
+    card = server.model_info()
+    told = server.vllm_config()
     longest = card.get("max_model_len") or math.inf  # others than vLLM may not say
     if max_length is not None and longest < max_length:
         problem = f"the vLLM server's --max-model-len {longest}: lower max_length, or start it with more"

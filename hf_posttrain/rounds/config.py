@@ -11,8 +11,8 @@ from ..errors import InputError, name_hint, short_repr
 from ..options import option
 from ..rollouts.options import SAMPLERS, sampler_problems, uses_vllm
 from ..trainer.limits import COUNT, NOT_NEGATIVE, Problem
-from ..trainer.renamed_options import warn_of_old_names, with_new_names
-from ..trainer.rules import beyond
+from ..trainer.renamed_options import warn_about_old_names, rename_options
+from ..trainer.rules import limit_problems
 from .judges.config import JudgeSection, expand_judge, judge_problems
 
 LIMITS = {
@@ -79,11 +79,11 @@ class RoundsSection:
         if self.count is None and self.steps is None:
             self.count = 3
 
-    def described(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, Any]:
         """What the trained weights depend on."""
         found = {name: value for name, value in dataclasses.asdict(self).items() if name != "sampler"}
-        found["sampler"] = self.sampler.described()["kind"]
-        found["judge"] = self.judge.described()
+        found["sampler"] = self.sampler.fingerprint()["kind"]
+        found["judge"] = self.judge.fingerprint()
         return found
 
 
@@ -112,8 +112,8 @@ def _with_new_names(given: Any) -> Any:
     if not isinstance(given, Mapping):
         return given
     names = [field.name for field in dataclasses.fields(RoundsSection)]
-    options, renamed = with_new_names(given, {"sampler": SAMPLERS}, names)
-    warn_of_old_names(renamed)
+    options, renamed = rename_options(given, {"sampler": SAMPLERS}, names)
+    warn_about_old_names(renamed)
     return options
 
 
@@ -131,7 +131,7 @@ def rounds_problems(rounds: RoundsSection, kind: RowKind) -> Iterator[Problem]:
     """What is wrong with a section of a method that trains on rows of `kind`: names of its keys, and a sentence."""
     wrong = [*SAMPLERS.problems("sampler", rounds.sampler)]
     yield from wrong or sampler_problems(rounds)
-    yield from beyond(LIMITS, rounds)
+    yield from limit_problems(LIMITS, rounds)
     if rounds.count is not None and rounds.steps is not None:
         yield ("steps", "count"), "steps excludes count: a round is over all prompts, or of so many steps: drop either"
     if rounds.num_generations < 2 and (kind.paired or rounds.judge.by == "url"):
@@ -185,7 +185,7 @@ def number_of_rounds(rounds: RoundsSection, steps: int) -> int:
 
 def pair_problems(pair: PairSection, kind: RowKind) -> Iterator[Problem]:
     """The same of a `pair` section."""
-    yield from beyond({"margin": NOT_NEGATIVE}, pair)
+    yield from limit_problems({"margin": NOT_NEGATIVE}, pair)
     if pair.margin and not (kind.paired or kind.labelled):
         yield ("margin",), "margin is of pairs and labels: set threshold for answers that are trained alone"
     if pair.threshold is not None and kind.paired:

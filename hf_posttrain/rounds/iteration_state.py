@@ -107,5 +107,5 @@ class Round(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Nothing is left to be found again."""
-        if not self.trainer.preemption.happened:
+        if not self.trainer.preemption.preempted:
             self.remove_pieces()

@@ -34,10 +34,10 @@ from transformers import PreTrainedTokenizerBase
 from transformers.trainer_utils import EvalLoopOutput
 
 from ..batching.micro_batch import MicroBatch
-from ..capabilities import Feature, check_features, conflict
+from ..capabilities import Feature, check_features, conflict_message
 from ..data.dataset_type import AnyDataset
-from ..data.lengths import check_answered, tokens_of
-from ..data.prepare import prepare, prompt_key, typed_rows
+from ..data.lengths import check_completions, tokens_per_row
+from ..data.prepare import prepare, prompt_key, to_prepared_rows
 from ..data.row_schema import PROMPTS
 from ..errors import InputError
 from ..generation.completions_client import ServerError
@@ -70,7 +70,7 @@ def in_rounds(trainer_class: Any, section: Any) -> Any:
     section = make_section(section)
     method = trainer_class.method
     if method.second == "teacher":
-        raise InputError(conflict(Feature.ROUNDS, Feature.TEACHER))
+        raise InputError(conflict_message(Feature.ROUNDS, Feature.TEACHER))
     if section.reference == "round" and method.second != "reference":
         raise InputError(f"rounds.reference: round is of methods with a reference, and {method.name} has none: drop it")
     for names, problem in rounds_problems(section, method.rows):
@@ -80,7 +80,7 @@ def in_rounds(trainer_class: Any, section: Any) -> Any:
     made: Any = type(trainer_class.__name__, (InRounds, trainer_class), own)
     shown = {} if section.judge.by == "url" else {"rounds/score": "score"}  # shares of wins, 0.5 on average
     made.method = replace(method, key_metrics=shown | method.key_metrics)
-    made.reads = replace(method, rows=PROMPTS)
+    made.data_method = replace(method, rows=PROMPTS)
     return made
 
 
@@ -95,9 +95,9 @@ def config_for_rounds(args: Any, section: RoundsSection) -> Any:
         problem = f"no prompt next to rounds.max_completion_length={section.max_completion_length}"
         raise InputError(f"max_length={args.max_length} leaves {problem}: raise it, or lower that")
     if getattr(args, "precompute_ref_log_probs", None):
-        raise InputError(conflict(Feature.REFERENCE_CACHE, Feature.ROUNDS))
+        raise InputError(conflict_message(Feature.REFERENCE_CACHE, Feature.ROUNDS))
     if args.parallelism_config and args.parallelism_config.sp_size > 1:
-        raise InputError(conflict(Feature.SEQUENCE_PARALLEL, Feature.ROUNDS))
+        raise InputError(conflict_message(Feature.SEQUENCE_PARALLEL, Feature.ROUNDS))
     if hasattr(args, "precompute_ref_log_probs"):
         args.precompute_ref_log_probs = False
     if args.metric_for_best_model == "loss" and args.load_best_model_at_end:  # HF's default: evaluations have no loss
@@ -112,7 +112,7 @@ def config_for_rounds(args: Any, section: RoundsSection) -> Any:
     args.rounds = section
     args.max_completion_length = section.max_completion_length
     args.keep_asked = True
-    args.keep_changes()
+    args.snapshot_options()
     return args
 
 
@@ -140,14 +140,14 @@ class InRounds(PostTrainer, SamplingInterface):
         if kwargs.get("compute_metrics") is not None:
             raise InputError("compute_metrics: in rounds an evaluation samples, and has no predictions: drop it")
         vllm.check_installed(section)
-        self.reference_moves = section.reference == "round" and self.method.second == "reference"
+        self.reference_per_round = section.reference == "round" and self.method.second == "reference"
         super().__init__(model, args, *rest, **kwargs)
-        if self.reference_moves and getattr(self, "reference", None) is None:
+        if self.reference_per_round and getattr(self, "reference", None) is None:
             raise InputError("rounds.reference: round is of losses with a reference, and this has none: drop it")
         sets = self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]
         if not all(isinstance(rows, datasets.Dataset | None) for rows in (self.train_dataset, *sets)):
-            raise InputError(conflict(Feature.ROUNDS, Feature.STREAM))
-        images = {Feature.IMAGES: "images"} if self.data_collator.pictures else {}
+            raise InputError(conflict_message(Feature.ROUNDS, Feature.STREAM))
+        images = {Feature.IMAGES: "images"} if self.data_collator.vision_inputs else {}
         check_features(rounds_features(section) | images)
         self.vocabulary = sampling_vocab_size(self.tokenizer, causal_lm(self.model).config)
         self.rollout_options = section
@@ -156,7 +156,7 @@ class InRounds(PostTrainer, SamplingInterface):
         self.judge.stays = section.steps is not None
         self.round = self.stateful["round"] = Round(self)
         # before the guard, which looks before a checkpoint is saved
-        self.callback_handler.callbacks.insert(self.callback_handler.callbacks.index(self.guard), self.round)
+        self.callback_handler.callbacks.insert(self.callback_handler.callbacks.index(self.anomaly_monitor), self.round)
 
     @classmethod
     def prepare_rows(
@@ -165,9 +165,9 @@ class InRounds(PostTrainer, SamplingInterface):
         """Prompts, with the right answers of the data where they have them. Raises InputError where the judge wants one
         that is missing.
         """
-        made = prepare(rows, cls.reads, tokenizer, args, name)
+        made = prepare(rows, cls.data_method, tokenizer, args, name)
         if cls.section.judge.by == "exact_match":
-            check_answered(made, tokenizer, f"{name}: judge exact_match compares with completions of the data")
+            check_completions(made, tokenizer, f"{name}: judge exact_match compares with completions of the data")
         return made
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -175,7 +175,7 @@ class InRounds(PostTrainer, SamplingInterface):
         self.synchronised = None
         self.rows_ran_out = False
         # HF guesses wrong where training ends before the first step of a pass
-        expected = lambda: self.rows_ran_out or self.preemption.happened  # noqa: E731
+        expected = lambda: self.rows_ran_out or self.preemption.preempted  # noqa: E731
         quiet = lambda said: not (expected() and "not to be a single sample" in said.getMessage())  # noqa: E731
         hf = logging.getLogger("transformers.trainer")
         hf.addFilter(quiet)
@@ -245,18 +245,18 @@ class InRounds(PostTrainer, SamplingInterface):
         if len(self.round.rows):
             return self.round.rows[0]
         made = make_row(self.train_dataset[0], self.method, [self.terminal_ids[:1]] * len(self.method.rows.answers))
-        return made | ({"ref_logps": [0.0] * max(2, len(self.method.rows.answers))} if self.reference_moves else {})
+        return made | ({"ref_logps": [0.0] * max(2, len(self.method.rows.answers))} if self.reference_per_round else {})
 
     def set_rows(self, number: int, rows: datasets.Dataset) -> None:
         """Train on these rows in the steps of round `number`."""
         self.round.number = number
         self.round.rows = rows
         self.round.order = []
-        self.round.tokens = tokens_of(rows) if len(rows) else np.zeros(0)
+        self.round.tokens = tokens_per_row(rows) if len(rows) else np.zeros(0)
         try:
-            self.learn_of_rows(rows)
+            self.on_dataset_ready(rows)
         except InputError as error:  # the labels of this round may all be one
-            self.learn_of_rows(None)
+            self.on_dataset_ready(None)
             logger.log(logging.DEBUG if self.section.steps else logging.WARNING, "round %d: %s", number + 1, error)
 
     def _deal(self) -> list[np.ndarray]:
@@ -290,7 +290,7 @@ class InRounds(PostTrainer, SamplingInterface):
         """
         began = time.perf_counter()
         section = self.section
-        with self.pace.paused():
+        with self.throughput.paused():
             prompts = self._prompts_of(number)
             synchronise(self)
             seed = self.args.seed, number
@@ -302,7 +302,7 @@ class InRounds(PostTrainer, SamplingInterface):
             if not len(rows) and not number and section.count:
                 reasons = ", ".join(f"{count} prompts: {reason}" for reason, count in paired.left_out.most_common())
                 raise InputError(f"rounds: the first round gives no row to train on ({reasons})")
-            if self.reference_moves and len(rows):
+            if self.reference_per_round and len(rows):
                 rows = self._scored(rows)
             self.set_rows(number, rows)
             self.round.drawn = None
@@ -342,7 +342,7 @@ class InRounds(PostTrainer, SamplingInterface):
             for row in planned_rows(prompt, self.method, section) if self.longest else chosen:
                 key = prompt_key(prompt["prompt_ids"], prompt.get("images") or ())
                 made.append({"images": None, **row, "prompt_key": key, "index": len(made)})
-        rows = typed_rows(made, kind, sees=self.data_collator.pictures is not None)
+        rows = to_prepared_rows(made, kind, sees=self.data_collator.vision_inputs is not None)
         bare = copy.copy(self.args)
         bare.keep_asked = False
         try:

@@ -77,7 +77,7 @@ def round_files(trainer: Any, prompts: datasets.Dataset, *seed: int) -> RoundFil
         weights,
         rows_key(prompts, trainer),
         seed,
-        options.described(),
+        options.fingerprint(),
         judge,
         trainer.terminal_ids,
         args.bf16,
@@ -114,14 +114,14 @@ def sample_and_judge(
     # 2. the others, one of each rank at a time: as many calls on each, since a cut model needs all ranks
     with trainer.judge, TaskProgress(len(prompts), title, "prompt", shown=rank == 0) as steps:
         for first in range(0, len(todo), world):
-            if pieces.folder is not None and trainer.preemption.stops(trainer.state, trainer.control):
+            if pieces.folder is not None and trainer.preemption.should_stop(trainer.state, trainer.control):
                 raise RoundInterrupted
             number = todo[first + rank] if first + rank < len(todo) else None
             place = range(0) if number is None else range(number * size, min((number + 1) * size, len(prompts)))
             rows = prompts.select(place).to_list() if number is not None else []
             of_piece = (*seed, 0 if number is None else number)
             with rollout.seeded(accelerator.device, *of_piece):
-                sampled = trainer.sampler.sample([*map(Prompt.of, rows)], count, longest, of_piece)
+                sampled = trainer.sampler.sample([*map(Prompt.from_row, rows)], count, longest, of_piece)
             answers = [[completion.ids for completion in completions] for completions in sampled]
             questions = [
                 make_question(row, own, trainer.tokenizer, trainer.terminal_ids)

@@ -28,7 +28,7 @@ from vision_for_tests import pictures, seeing
 from vllm_for_tests import Serving
 
 from hf_posttrain import run
-from hf_posttrain.data.images import read_by
+from hf_posttrain.data.images import get_image_reader
 from hf_posttrain.data.prepare import prompt_key
 from hf_posttrain.data.row_schema import PREFERENCE, SUPERVISED, UNPAIRED
 from hf_posttrain.errors import InputError
@@ -59,7 +59,7 @@ def prompts(count=11):
 
 
 def section(**changes):
-    given = {"num_generations": 4, "max_completion_length": LENGTH, "judge": "test_in_rounds:odd_bytes",
+    given = {"num_generations": 4, "max_completion_length": LENGTH, "judge": "test_iterative_trainer:odd_bytes",
              "pair": {"unfinished": True}}  # fmt: skip
     return make_section(given | ({"count": 3} if "steps" not in changes else {}) | changes)
 
@@ -265,7 +265,7 @@ def test_ten_kills_over_three_rounds_change_nothing(method, tmp_path):
         "data": {"train": {"path": str(tmp_path / "rows.jsonl")}},
         "rounds": {"count": 3, "num_generations": 4, "max_completion_length": 24, "pair": {"unfinished": True},
                    "reference": "round" if method in REFERENCED else "first",
-                   "judge": "test_in_rounds:slow_odd_bytes"},
+                   "judge": "test_iterative_trainer:slow_odd_bytes"},
         "train": {"num_train_epochs": 1, "per_device_train_batch_size": 8, "save_steps": 20, "learning_rate": 1e-3,
                   "use_cpu": True, "max_length": 60, "report_to": "none", "resume_from_checkpoint": "auto"},
     }  # fmt: skip
@@ -356,7 +356,7 @@ def test_a_run_that_is_stopped_in_a_round_ends_after_the_piece(call, best, saved
     whole.train()
     calls = terminate_at(call, stopped)
     stopped.train()
-    assert stopped.preemption.happened
+    assert stopped.preemption.preempted
     assert len(calls) == call
     assert {file.name for file in (tmp_path / "stopped").glob("checkpoint-*")} == saved
     assert ("saving step" in caplog.text) is bool(saved)
@@ -522,7 +522,7 @@ def test_answers_to_pictures_train_with_them(method, tmp_path):
             str(tmp_path), use_cpu=True, num_train_epochs=1, per_device_train_batch_size=4, logging_steps=1,
             report_to="none", save_strategy="steps", save_steps=1, max_length=200, activation_checkpointing=False,
         ),
-        train_dataset=picture_prompts(), processing_class=read_by(tokenizer).processor,
+        train_dataset=picture_prompts(), processing_class=get_image_reader(tokenizer).processor,
     )  # fmt: skip
     done.train()
     assert all(len(row["images"]) == 1 for row in done.round.rows)
@@ -544,7 +544,7 @@ def test_what_is_shown_no_pictures_is_refused(changes, said, tmp_path):
     made = iterative_trainer.in_rounds(trainer_class(TABLE["sft"]), section(**changes))
     config = config_class(TABLE["sft"])(str(tmp_path), use_cpu=True, report_to="none", max_length=200)
     with pytest.raises(InputError, match=said):
-        made(model, config, train_dataset=picture_prompts(), processing_class=read_by(tokenizer).processor)
+        made(model, config, train_dataset=picture_prompts(), processing_class=get_image_reader(tokenizer).processor)
 
 
 # ---- what is told
@@ -672,7 +672,7 @@ def nothing(prompts, completions, references):
     return [0.0] * len(completions)
 
 
-NOTHING = {"judge": "test_in_rounds:nothing"}
+NOTHING = {"judge": "test_iterative_trainer:nothing"}
 
 
 def test_a_first_round_without_rows_is_an_error_with_its_reasons(tmp_path):

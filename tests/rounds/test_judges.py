@@ -381,7 +381,7 @@ def test_prompts_that_a_server_refuses_do_not_end_it(caplog):
 
 
 def test_a_server_that_is_gone_or_wants_another_key_ends_it(monkeypatch):
-    """The latter at once, the former after http.PATIENCE; what was judged before is in its pieces."""
+    """The latter at once, the former after completions_client.RETRIES; what was judged before is in its pieces."""
     monkeypatch.setattr(http, "RETRIES", http.RETRIES.new(total=2, backoff_factor=0.1))
     with serving(by_length) as server:
         server.refuse = lambda body: (401, {"error": {"message": "wrong key"}})

@@ -7,11 +7,11 @@ from typing import Any, Literal, get_args
 
 from jinja2 import TemplateError, meta
 
-from ...data.template import parsed
+from ...data.template import parse_template
 from ...errors import InputError, name_hint
 from ...options import option
 from ...trainer.limits import COUNT, POSITIVE, Problem
-from ...trainer.rules import beyond
+from ...trainer.rules import limit_problems
 
 LIMITS = {"opponents": COUNT, "batch_size": COUNT, "timeout": POSITIVE}
 Kind = Literal["exact_match", "function", "model", "teacher", "url"]
@@ -53,7 +53,7 @@ class JudgeSection:
     timeout: float = option(120.0, "Of url: seconds that an answer may take; what takes longer is not judged.")
     batch_size: int = option(16, "Of model and teacher: answers that are scored together.")
 
-    def described(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, Any]:
         """What scores depend on."""
         return {key: value for key, value in dataclasses.asdict(self).items() if key not in ("timeout", "batch_size")}
 
@@ -78,7 +78,7 @@ def expand_judge(given: object) -> Any:
 
 def judge_problems(judge: JudgeSection) -> Iterator[Problem]:
     """What is wrong with a section: names of its keys, and a sentence."""
-    yield from beyond(LIMITS, judge)
+    yield from limit_problems(LIMITS, judge)
     if judge.by in _NAME_MEANINGS and not judge.name:
         yield ("name", "by"), f"name is missing: {_NAME_MEANINGS[judge.by]}"
     if judge.by == "exact_match" and judge.name:
@@ -95,7 +95,7 @@ def judge_problems(judge: JudgeSection) -> Iterator[Problem]:
             yield (key, "by"), f"{key} is of by: url: set that, or drop {key}"
     if judge.question is not None:
         try:
-            read = meta.find_undeclared_variables(parsed(judge.question))
+            read = meta.find_undeclared_variables(parse_template(judge.question))
         except TemplateError as error:
             yield ("question",), f"question is no Jinja template: {error}"
             return

@@ -99,7 +99,7 @@ class ServerJudge:
 
     def check(self) -> None:
         """Which model judges. Raises ServerError where the server cannot be asked."""
-        self.model = self.model or self.server.card(headers=self.headers)["id"]
+        self.model = self.model or self.server.model_info(headers=self.headers)["id"]
 
     def _ask(self, asked: tuple[Question, int, int]) -> float | None:
         """Which of two answers, in this order, is better: 1, 0, or 0.5; None where that is not known."""
