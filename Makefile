@@ -19,6 +19,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 EVAL_STAMP := $(VENV)/.installed-eval
 BENCH_STAMP := $(VENV)/.installed-bench
+SITE_STAMP := $(VENV)/.installed-site
 VLLM_STAMP := $(VLLM_VENV)/.installed-0.32.0
 GPU_STAMP := $(GPU_VENV)/.installed
 FLOOR_STAMP := $(FLOOR_VENV)/.installed-torch-$(FLOOR_TORCH)
@@ -32,7 +33,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help venv quickstart test suite test-all test-floor test-newest test-real test-gpu test-vllm vllm lint types docs fields bench gpu-rehearsal clean
+.PHONY: help venv quickstart test suite test-all test-floor test-newest test-real test-gpu test-vllm vllm lint types docs fields site bench gpu-rehearsal clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /\1\t/' | \
@@ -107,11 +108,21 @@ test-gpu: $(STAMP) ## on a GPU: what needs one, and the numbers of tests/golden.
 	TEST_DEVICE=cuda $(BIN)/python $(SUITE) tests/test_golden.py $(PYTEST)
 	$(BIN)/python -m pytest -m gpu tests $(PYTEST)
 
-lint: $(STAMP) ## ruff
+lint: $(STAMP) ## ruff, as linter and formatter
 	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check --quiet $(SOURCES)
 
 types: $(STAMP) ## mypy
 	$(BIN)/mypy
+
+$(SITE_STAMP): $(STAMP)
+	$(BIN)/python $(PIP) -c constraints.txt -e '.[docs]'
+	@touch $@
+
+site: $(SITE_STAMP) ## the documentation as a site in build/site, with an offline search
+	rm -rf build/pages build/site && mkdir -p build/pages
+	cp -r README.md CHANGELOG.md CONTRIBUTING.md LICENSE docs recipes accelerate_configs build/pages
+	$(BIN)/mkdocs build --strict --quiet
 
 docs: $(STAMP) ## the tables of options in docs/, written from the source
 	$(BIN)/python docs/options.py

@@ -99,7 +99,7 @@ def group_table(method: str, key: str) -> str:
     lines = {}
     for kind in group.kinds.values():
         for field in dataclasses.fields(kind):
-            owners = group.kinds_with(field.name)
+            owners = group.kinds_with_option(field.name)
             of_kinds = f" ({', '.join(f'`{owner}`' for owner in owners)})" if len(owners) < len(group.kinds) else ""
             meaning = field.metadata["help"].replace("|", "\\|")
             cells = f"`{key}.{field.name}`{of_kinds}", default(kind, field.name), meaning

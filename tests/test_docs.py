@@ -279,7 +279,8 @@ def folder(hub, tmp_path, monkeypatch):
 
 
 def _own_files() -> Iterator[tuple[str, str]]:
-    for file, line, _ in table((REPOSITORY / "README.md").read_text(encoding="utf-8"), "## Your own data"):
+    page = REPOSITORY / "docs" / "guides" / "finetune.md"
+    for file, line, _ in table(page.read_text(encoding="utf-8"), "## 1. Prepare the rows"):
         yield code(file)[0], code(line)[0]
 
 
