@@ -190,7 +190,7 @@ def test_unpaired_labels(method):
     assert texts([{"messages": [USER, REPLY], "kto_tag": tag} for tag in (True, False)], method) == of_turns
     row = {"instruction": "q", "input": "", "output": "a", "kto_tag": True}
     assert texts([row], method) == [("q", "a" + END, True)]
-    with pytest.raises(InputError, match="row 0: column 'messages': expected an answer of the assistant's"):
+    with pytest.raises(InputError, match="row 0: column 'messages': the last turn must be an assistant turn that follows"):
         prepare([{"messages": [USER], "label": True}], method)
 
 
@@ -207,7 +207,7 @@ def test_alpacas_columns_are_a_prompt_and_its_answer():
 
 
 def test_messages_that_end_with_an_answer_are_no_prompt_of_two_others():
-    with pytest.raises(InputError, match="column 'messages': ends with an answer, although chosen and rejected are"):
+    with pytest.raises(InputError, match="column 'messages': the last turn cannot be an assistant turn, since 'chosen' and 'rejected'"):
         prepare([{"messages": [USER, REPLY], "chosen": REPLY, "rejected": WRONG}], "dpo")
 
 
@@ -558,10 +558,10 @@ def test_empty_prompt_needs_a_bos(method):
     ("row", "message"),
     [
         ({"prompt_ids": [1], "completion_ids": []}, "0 truncated .*, 1 dropped .*: nothing to train on; .* mend empty"),
-        ({"input_ids": [1, 0], "attention_mask": [1, 0]}, "row 0: columns input_ids: the row is padded: give each"),
+        ({"input_ids": [1, 0], "attention_mask": [1, 0]}, "row 0: columns input_ids: the row is padded. Write one"),
         ({"prompt_ids": [0], "completion_ids": [1], "attention_mask": [0, 1]}, "the row is padded"),
         ({"input_ids": [1, 2], "seq_lengths": [1, 1]}, "row 0: columns input_ids: several examples are packed"),
-        ({"input_ids": [1, 2], "position_ids": [0, 0]}, "several examples are packed in the row .*: give each"),
+        ({"input_ids": [1, 2], "position_ids": [0, 0]}, "several examples are packed in the row.*Write one"),
         ({"input_ids": [1, 2], "assistant_masks": [1]}, "column 'completion_mask': expected 2 values 0 or 1"),
         ({"prompt_ids": [1], "completion_ids": [2], "completion_mask": [1, 1]}, "expected 1 values 0 or 1"),
         ({"input_ids": [1, 2], "labels": [2, -100]}, "the token of 'input_ids' at the same position"),
@@ -587,7 +587,7 @@ def test_detect_names_what_the_method_reads():
     assert detect_format(["completion", "prompt", "label"], METHODS["kto"]) == "prompt + completion + label"
     assert detect_format(["chosen", "rejected", "prompt"], METHODS["dpo"]) == "prompt + chosen + rejected"
     assert detect_format(["prompt", "messages"], METHODS["sft"]) == "messages"
-    with pytest.raises(InputError, match=r"column 'completion' is missing: sft reads prompt \+ completion"):
+    with pytest.raises(InputError, match=r"column 'completion' is missing. sft reads prompt \+ completion"):
         detect_format(["prompt", "completions"], METHODS["sft"])
 
 
@@ -676,7 +676,7 @@ def test_sources_that_are_mixed_are_read_from_the_same_columns(tmp_path):
         ({"chosen": [USER, REPLY], "rejected": [USER, WRONG]}, {"prompt": "a", "chosen": "b", "rejected": "c"}, "dpo",
          "0.jsonl is read from chosen, rejected, .*1.jsonl from chosen, prompt, rejected"),
         (turns, {**turns, "instruction": "Add."}, "sft", "column 'instruction' says what was asked"),
-        (GOOD, {"text": "a"}, "opd", "columns text are none that opd reads"),
+        (GOOD, {"text": "a"}, "opd", "columns text are not supported by opd"),
     ]:  # fmt: skip
         with pytest.raises(InputError, match=message):
             mixed(one, other, method=method)
@@ -757,7 +757,7 @@ def test_what_is_no_data_set_is_refused(tmp_path, monkeypatch, caplog):
 @pytest.mark.parametrize("late", [{"a": 1}, {"tools": "x"}])
 def test_a_stream_that_changes_later_is_refused(late, tmp_path):
     stream = load(source(jsonl(tmp_path / "rows.jsonl", [{"a": "x"}] * 1000 + [late]), streaming=True))
-    with pytest.raises(InputError, match=r"rows.jsonl: column '(a|tools)' is .* the first 1000 rows"):
+    with pytest.raises(InputError, match=r"rows.jsonl: column '(a|tools)' (must be|is not in) .*the first 1000 rows"):
         list(stream)
 
 
@@ -765,7 +765,7 @@ def test_a_column_that_comes_late_in_a_stream_is_told(tmp_path, caplog):
     rows = [{"text": "x"}] * 1000 + [{"text": "y", "b": 1}] * 2
     assert [row["text"] for row in load(source(jsonl(tmp_path / "rows.jsonl", rows), streaming=True))][-1] == "y"
     assert [text.partition(": ")[2] for text in caplog.messages] == [
-        "column 'b' is none of the first 1000 rows of the stream, and is not read"
+        "column 'b' is not in the first 1000 rows of the stream and is not read"
     ]
 
 
@@ -1106,7 +1106,7 @@ def test_a_column_is_not_given_to_two_of_ours(tmp_path):
 @pytest.mark.parametrize("streaming", [True, False])
 def test_a_file_of_a_header_has_no_rows(streaming, tmp_path):
     (tmp_path / "rows.csv").write_text("prompt,completion\n")
-    with pytest.raises(InputError, match=r"rows\.csv: it has no rows"):
+    with pytest.raises(InputError, match=r"rows\.csv: the file has no rows"):
         load(source(tmp_path / "rows.csv", streaming=streaming))
 
 
