@@ -1,7 +1,7 @@
-"""Batches of prompts -> batches of rollouts, laid out for the losses."""
+"""Builds batches of rollouts from batches of prompts, laid out for the losses."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,19 +18,19 @@ from .reward import Reward, group_advantage
 from .source import OnPolicy, RolloutSource
 
 EVALUATION = 2**31
-"""Stands for the step in the seed of an evaluation's rollouts, which are then the same at every evaluation."""
+"""Takes the place of the step in the seed of an evaluation's rollouts, which are then equal in every evaluation."""
 
 
 class RolloutBuilder:
-    """Answers the prompts of a window, and lays the answers out as micro-batches."""
+    """Obtains rollouts for the prompts of a window, and lays them out as micro-batches."""
 
-    def __init__(self, trainer: OnPolicyInterface, source: RolloutSource, reward: Reward | None):
+    def __init__(self, trainer: OnPolicyInterface, source: RolloutSource, reward: Reward | None) -> None:
         self.trainer = trainer
         self.source = source
         self.on_policy = OnPolicy(trainer)
         self.reward = reward
-        self.upcoming: list[RolloutBatch] = []  # the prompts of the next step, with a sampler that prefetches
-        self.epoch_iterator: Any = None  # which they come from
+        self.upcoming: list[RolloutBatch] = []  # prompts of the next step, with a sampler that prefetches
+        self.epoch_iterator: Iterator[Any] | None = None  # source of `upcoming`
 
     def reset(self) -> None:
         """Start a training: the weights of the policy may have changed."""
@@ -38,10 +38,16 @@ class RolloutBuilder:
         self.upcoming = []
 
     def next_window(
-        self, read: Callable[[Any, int], list[RolloutBatch]], epoch_iterator: Any, count: int
+        self, read: Callable[[Iterator[Any], int], list[RolloutBatch]], epoch_iterator: Iterator[Any], count: int
     ) -> list[RolloutBatch]:
-        """Return the prompts of a step from `read`. With a sampler that prefetches, those of the next step in the same
-        epoch are read as well.
+        """Return the prompts of a step.
+
+        With a sampler that prefetches, the prompts of the next step in the same epoch are read as well.
+
+        Args:
+            read: Function of an iterator and a number that returns as many micro-batches of prompts.
+            epoch_iterator: Iterator over the micro-batches of the epoch.
+            count: Number of micro-batches of the step.
         """
         if not self.trainer.args.sampler.prefetch:
             return read(epoch_iterator, count)
@@ -55,39 +61,40 @@ class RolloutBuilder:
         return batches
 
     def window(self, batches: Sequence[RolloutBatch], step: int) -> list[RolloutBatch]:
-        """Return the rollouts of a step: of a share `lmbda` of its prompts, and the answers of the data to the others.
+        """Return the rollouts of a step.
 
-        The sampler gets the current weights first, and the prompts of the next step afterwards if it prefetches.
+        The student answers a share `lmbda` of the prompts, and completions of the data answer the others. The sampler
+        gets the current weights first, and the prompts of the next step afterwards if it prefetches.
         """
         if not self.trainer.args.rollouts.fixed:
             synchronise(self.trainer)
         rows, sampled = self.prompts(batches, step)
-        laid_out = self._answered(batches, rows, sampled, self.source, self.max_new_tokens(step), self.seed(step))
+        laid_out = self._answer(batches, rows, sampled, self.source, self.max_new_tokens(step), self.seed(step))
         if self.upcoming:
             self.prefetch(self.upcoming, step + 1)
         return laid_out
 
     def evaluation(self, batch: RolloutBatch) -> RolloutBatch:
-        """Return on-policy rollouts of all prompts, by a seed that depends on the data alone."""
+        """Return on-policy rollouts of all prompts of a batch, with a seed that depends on the data alone."""
         seed = self.seed(EVALUATION, int(batch.index[0]) % 2**32)
         rows = batch.prompts.items
-        longest = self.trainer.args.max_completion_length
-        [answered] = self._answered([batch], rows, [True] * len(rows), self.on_policy, longest, seed)
-        return answered
+        max_new_tokens = self.trainer.args.max_completion_length
+        [laid_out] = self._answer([batch], rows, [True] * len(rows), self.on_policy, max_new_tokens, seed)
+        return laid_out
 
     def prefetch(self, batches: Sequence[RolloutBatch], step: int) -> None:
         """Begin to sample what `window` will return for these batches in a later step."""
         rows, sampled = self.prompts(batches, step)
-        prompts = [row["prompt_ids"] for row, own in zip(rows, sampled, strict=True) if own]
+        prompts = [row["prompt_ids"] for row, is_sampled in zip(rows, sampled, strict=True) if is_sampled]
         n = self.trainer.args.num_generations
         self.trainer.sampler.prefetch(prompts, n, self.max_new_tokens(step), self.seed(step))
 
     def max_new_tokens(self, step: int) -> int:
-        """Return the length of the longest rollout of an optimizer step, in tokens."""
+        """Return the largest number of tokens of a rollout in an optimizer step."""
         tokens = self.trainer.args.rollouts.train_max_tokens
         if isinstance(tokens, dict):
-            share = min(step / tokens["steps"], 1.0)
-            tokens = round(tokens["from"] + share * (tokens["to"] - tokens["from"]))
+            progress = min(step / tokens["steps"], 1.0)
+            tokens = round(tokens["from"] + progress * (tokens["to"] - tokens["from"]))
         return tokens or self.trainer.args.max_completion_length
 
     def seed(self, *seed: int) -> tuple[int, ...]:
@@ -95,12 +102,12 @@ class RolloutBuilder:
         return self.trainer.args.seed, *seed, self.trainer.accelerator.process_index
 
     def prompts(self, batches: Sequence[RolloutBatch], step: int) -> tuple[list[dict[str, Any]], list[bool]]:
-        """Return the rows of a window, and whether the student answers each of them."""
+        """Return the rows of a window, and for each whether the student answers it."""
         rows = [row for batch in batches for row in batch.prompts.items]
         with rollout.seeded(self.trainer.accelerator.device, *self.seed(step)):
             return rows, (torch.rand(len(rows)) < self.trainer.args.lmbda).tolist()
 
-    def _answered(
+    def _answer(
         self,
         batches: Sequence[RolloutBatch],
         rows: list[dict[str, Any]],
@@ -109,63 +116,76 @@ class RolloutBuilder:
         max_new_tokens: int,
         seed: tuple[int, ...],
     ) -> list[RolloutBatch]:
-        asked = [row for row, own in zip(rows, sampled, strict=True) if own]
+        """Return micro-batches of the rollouts of all rows.
+
+        Args:
+            batches: Micro-batches of prompts.
+            rows: Prepared rows of all batches.
+            sampled: For each row whether `source` answers it; completions of the data answer the others.
+            source: Source of the rollouts.
+            max_new_tokens: Number of tokens to which rollouts are truncated.
+            seed: Seed of the rollouts.
+        """
+        sampled_rows = [row for row, is_sampled in zip(rows, sampled, strict=True) if is_sampled]
         with rollout.seeded(self.trainer.accelerator.device, *seed):
-            torch.rand(len(rows))  # those that `prompts` has drawn
-            answers = source.rollouts(asked, seed, max_new_tokens)
-        grades = self.reward.grades(self.trainer.tokenizer, asked, answers).tolist() if self.reward else None
+            torch.rand(len(rows))  # advances the generator as `prompts` did
+            answers = source.rollouts(sampled_rows, seed, max_new_tokens)
+        grades = self.reward.grades(self.trainer.tokenizer, sampled_rows, answers).tolist() if self.reward else None
 
         rollouts = []
         examples = []
         numbers = iter(range(len(answers)))
-        for row, own in zip(rows, sampled, strict=True):
+        for row, is_sampled in zip(rows, sampled, strict=True):
             answer = Rollout(row["prompt_ids"], [Completion(row["completion_ids"])])
-            columns: dict[str, Any] = {"sampled": own}
-            if own:
+            columns: dict[str, Any] = {"sampled": is_sampled}
+            if is_sampled:
                 number = next(numbers)
                 answer = answers[number]
                 columns |= {"grades": grades[number]} if grades else {}
-            branches = [Branch(each.ids[:max_new_tokens]) for each in answer.completions]
+            branches = [Branch(completion.ids[:max_new_tokens]) for completion in answer.completions]
             if not all(branch.ids for branch in branches):
-                problem = "lmbda below 1 trains on completions of the data, and a row has none"
-                raise InputError("the source of the rollouts gave an empty completion" if own else problem)
+                problem = "lmbda below 1 trains on completions of the data, and a row has none. Set lmbda to 1"
+                raise InputError("the source of the rollouts returned an empty completion" if is_sampled else problem)
             rollouts.append(answer)
             examples.append(Example(answer.prompt, branches, columns, row.get("images") or (), teacher_input_of(row)))
 
-        # as many rows in each micro-batch as it had prompts, and about as many tokens
-        tokens = [len(one.prompt) + sum(len(branch.ids) for branch in one.branches) for one in examples]
+        # as many rows in each micro-batch as it had prompts, and about equal numbers of tokens
+        tokens = [len(example.prompt) + sum(len(branch.ids) for branch in example.branches) for example in examples]
         groups = balance_groups(tokens, [len(batch.prompts.items) for batch in batches])
         index = torch.cat([batch.index for batch in batches])
         row_weights = torch.cat([batch.weights_of_rows for batch in batches])
+
         laid_out = []
         for group in map(sorted, groups):
-            batch = self._laid_out([examples[row] for row in group], [rollouts[row] for row in group], source)
+            batch = self._lay_out([examples[row] for row in group], [rollouts[row] for row in group], source)
             batch = self.trainer._prepare_inputs(batch.replace(index=index[group], row_weights=row_weights[group]))
             if self.trainer.args.sampler.prefetch and batch.sampler_logps is not None:
-                # the probability of merged EOS ids is not that of the one that was sampled
+                # the policy's probability of merged EOS ids is not that of the single id that was sampled
                 merged = self.trainer.eos.contains(batch.targets)
                 batch = batch.replace(importance_logps=batch.sampler_logps.masked_fill(merged, math.nan))
             laid_out.append(batch)
         return laid_out
 
-    def _laid_out(self, examples: list[Example], rollouts: list[Rollout], source: RolloutSource) -> RolloutBatch:
-        """Return one micro-batch, with what is known about its tokens before the step."""
+    def _lay_out(self, examples: list[Example], rollouts: list[Rollout], source: RolloutSource) -> RolloutBatch:
+        """Return one micro-batch, with everything that is known about its tokens before the step."""
         batch = self.trainer.data_collator.lay_out(examples)
         branches = [branch.ids for example in examples for branch in example.branches]
         batch = batch.replace(repeated=torch.tensor([rollout.repeated_ngram_share(ids) for ids in branches]))
 
-        def of_tokens(values: list[list[Any]]) -> torch.Tensor:
-            """Return the values of each completion, which may have been cut, as values of tokens, [N, ...]."""
-            return batch.per_token([each[: len(ids)] for each, ids in zip(values, branches, strict=True)])
+        def per_token(values: list[list[Any]]) -> torch.Tensor:
+            """Return values of the tokens of each completion, which may have been truncated since, as [N, ...]."""
+            return batch.per_token([row[: len(ids)] for row, ids in zip(values, branches, strict=True)])
 
-        completions = [completion for one in rollouts for completion in one.completions]
+        completions = [completion for answer in rollouts for completion in answer.completions]
         if source.reports_logps and source is not self.on_policy:
-            logps = of_tokens([each.logps or [math.nan] * len(each.ids) for each in completions])
+            logps = per_token([completion.logps or [math.nan] * len(completion.ids) for completion in completions])
             batch = batch.replace(sampler_logps=logps)
         if rollouts[0].teacher is not None:
-            scored = [each for one in rollouts for each in one.teacher or ()]
+            scores = [score for answer in rollouts for score in answer.teacher or ()]
             names = ("teacher_ids", "teacher_logps", "teacher_own")
-            batch = batch.replace(teacher_signal=TopK(*(of_tokens([each[name] for each in scored]) for name in names)))
+            batch = batch.replace(
+                teacher_signal=TopK(*(per_token([score[name] for score in scores]) for name in names))
+            )
         if self.reward:
             advantage = self.reward.options.coef * group_advantage(batch.grades)
             batch = batch.replace(reward_advantage=advantage.flatten()[batch.owner])

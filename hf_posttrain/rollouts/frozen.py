@@ -1,4 +1,4 @@
-"""Rollouts that are sampled once, before the first optimizer step, and kept on disk (arXiv 2610.11291)."""
+"""Rollouts that are sampled once, before the first optimizer step, and cached on disk (arXiv 2610.11291)."""
 
 import logging
 from collections.abc import Sequence
@@ -20,64 +20,69 @@ from .source import OnPolicy
 
 logger = logging.getLogger(__name__)
 PROMPT_COLUMNS = ("prompt_ids", "images")
-"""Columns of what is answered."""
+"""Columns of prepared rows that the policy reads."""
 CHUNK_SIZE = 64
-"""Prompts that are sampled in one call: random numbers depend on it, and not on the number of ranks."""
+"""Number of prompts that are sampled in one call. Random numbers depend on it, and not on the number of ranks."""
 
 
 class Frozen(OnPolicy):
-    """Samples once, from the policy as it was at the start."""
+    """Samples once, from the policy at the start of the run."""
 
     @property
     def reports_logps(self) -> bool:
         """False: the cache has no log-probabilities."""
         return False
 
-    def __init__(self, trainer: OnPolicyInterface):
+    def __init__(self, trainer: OnPolicyInterface) -> None:
         super().__init__(trainer)
         self.trainer: OnPolicyInterface = trainer
-        self.start = score_cache.model_key(trainer.model)
-        self.of: Any = None  # the data set that is answered
-        self.known: Any = []  # the rollouts of each of its rows
-        self.scored: Any = None  # and what the teacher said of them, where that is asked for
-        self.place: dict[int, int] = {}  # from a row's `index` to its place in it
+        self.policy_key = score_cache.model_key(trainer.model)
+        self.dataset: Any = None  # the data set with the prompts
+        self.completions: Any = []  # the completions of each of its rows, as ids
+        self.teacher_scores: Any = None  # scores of the completions by the teacher, with `teacher.precompute`
+        self.positions: dict[int, int] = {}  # the `index` of a row -> its position in the data set
 
     def rollouts(self, rows: Sequence[dict[str, Any]], seed: Sequence[int], max_new_tokens: int) -> list[Rollout]:
         """Return the rollouts of these rows, sampled at the first call of a run or taken from the cache."""
-        if self.of is not self.trainer.train_dataset:
-            moved = self.of is not None or self.trainer.state.global_step > 0
-            self.of = self.trainer.train_dataset
-            sampled = self._sampled(moved)
-            self.known = sampled["rollout_ids"]
-            self.scored = None
+        if self.dataset is not self.trainer.train_dataset:
+            has_moved = self.dataset is not None or self.trainer.state.global_step > 0
+            self.dataset = self.trainer.train_dataset
+            sampled = self._load_or_sample(has_moved)
+            self.completions = sampled["rollout_ids"]
+            self.teacher_scores = None
             if self.trainer.args.teacher.precompute:
-                self.scored = self._scored(sampled)["teacher"]
-                self.teacher.release()  # an evaluation brings it back
-            self.place = {number: place for place, number in enumerate(self.of["index"])}
-        found = []
+                self.teacher_scores = self._load_or_score(sampled)["teacher"]
+                self.teacher.release()  # an evaluation moves it to the device again
+            self.positions = {number: position for position, number in enumerate(self.dataset["index"])}
+
+        rollouts = []
         for row in rows:
-            place = self.place[row["index"]]
-            completions = [Completion(ids) for ids in self.known[place]]
-            found.append(Rollout(row["prompt_ids"], completions, None if self.scored is None else self.scored[place]))
-        return found
+            position = self.positions[row["index"]]
+            completions = [Completion(ids) for ids in self.completions[position]]
+            scores = None if self.teacher_scores is None else self.teacher_scores[position]
+            rollouts.append(Rollout(row["prompt_ids"], completions, scores))
+        return rollouts
 
     @property
     def teacher(self) -> Teacher:
-        """The trainer's teacher, which is there where it scores the rollouts."""
+        """The trainer's teacher, which exists wherever it scores the rollouts."""
         assert self.trainer.teacher is not None
         return self.trainer.teacher
 
-    def _sampled(self, moved: bool) -> datasets.Dataset:
-        """`rollout_ids` of all rows: K each. moved: has the policy been trained since it began? All ranks call it."""
+    def _load_or_sample(self, has_moved: bool) -> datasets.Dataset:
+        """Return `rollout_ids` of all rows, K each. All ranks call it.
+
+        has_moved: whether the policy has been trained since the start of the run.
+        """
         trainer = self.trainer
         args = self.trainer.args
-        prompts = self.of.select_columns([name for name in PROMPT_COLUMNS if name in self.of.column_names])
+        prompts = self.dataset.select_columns([name for name in PROMPT_COLUMNS if name in self.dataset.column_names])
         key = [
-            self.start,
+            self.policy_key,
             score_cache.rows_key(prompts, trainer),
             args.num_generations,
             args.temperature,
-            self.longest(),
+            self.max_tokens(),
             args.seed,
             trainer.terminal_ids,
             trainer.vocabulary,
@@ -87,10 +92,10 @@ class Frozen(OnPolicy):
         ]
 
         def sample() -> datasets.Dataset:
-            if moved:
+            if has_moved:
                 raise InputError(
-                    "rollouts: frozen: those of these rows are no longer in the cache of data sets, and the policy has "
-                    "been trained since it began: train from the start, with a new trainer"
+                    "rollouts: frozen: the rollouts of these rows are no longer in the cache of data sets, and the "
+                    "policy has been trained since the start of the run. Train from the start, with a new trainer"
                 )
             logger.info("sampling %d rollouts of each of %d prompts, once", args.num_generations, len(prompts))
             return self._sample(prompts)
@@ -98,36 +103,38 @@ class Frozen(OnPolicy):
         return score_cache.load_or_compute(key, len(prompts), sample, "rollouts", trainer.accelerator)
 
     def _sample(self, prompts: datasets.Dataset) -> datasets.Dataset:
-        """In pieces, which the ranks share out; each piece has random numbers of its own."""
+        """Sample chunks of prompts, which the ranks divide among themselves; each chunk has its own random numbers."""
         self.trainer.sampler.synchronise()
         accelerator = self.trainer.accelerator
         starts = range(0, len(prompts), CHUNK_SIZE)
         world = accelerator.num_processes
         rank = accelerator.process_index
-        found = {}
-        for first in range(0, len(starts), world):  # as many calls on every rank: some end with an empty piece
+
+        sampled = {}
+        for first in range(0, len(starts), world):  # equally many calls on each rank; the last chunk may be empty
             number = first + rank
-            piece = range(number * CHUNK_SIZE, min((number + 1) * CHUNK_SIZE, len(prompts)))
-            rows = prompts.select(piece).to_list() if piece else []
+            chunk = range(number * CHUNK_SIZE, min((number + 1) * CHUNK_SIZE, len(prompts)))
+            rows = prompts.select(chunk).to_list() if chunk else []
             seed = (self.trainer.args.seed, number)
             with rollout.seeded(accelerator.device, *seed):
-                found[number] = super().rollouts(rows, seed, self.longest())
-        pieces = {number: piece for part in gather_object([found]) for number, piece in part.items()}
+                sampled[number] = super().rollouts(rows, seed, self.max_tokens())
+
+        chunks = {number: rollouts for part in gather_object([sampled]) for number, rollouts in part.items()}
         return datasets.Dataset.from_list(
             [
-                {"rollout_ids": [each.ids for each in one.completions]}
-                for _, piece in sorted(pieces.items())
-                for one in piece
+                {"rollout_ids": [completion.ids for completion in answer.completions]}
+                for _, rollouts in sorted(chunks.items())
+                for answer in rollouts
             ]
         )
 
-    def _scored(self, sampled: datasets.Dataset) -> datasets.Dataset:
-        """`teacher` of all rows: K x {teacher_ids, ...} each. All ranks call it."""
+    def _load_or_score(self, sampled: datasets.Dataset) -> datasets.Dataset:
+        """Return `teacher` of all rows, K x {teacher_ids, ...} each. All ranks call it."""
         trainer = self.trainer
         args = self.trainer.args
-        read = [name for name in (*PROMPT_COLUMNS, *TEACHER_COLUMNS) if name in self.of.column_names]
-        rows = datasets.concatenate_datasets([self.of.select_columns(read), sampled], axis=1)
-        merged = trainer.eos.ids.tolist()
+        names = [name for name in (*PROMPT_COLUMNS, *TEACHER_COLUMNS) if name in self.dataset.column_names]
+        rows = datasets.concatenate_datasets([self.dataset.select_columns(names), sampled], axis=1)
+        merged_eos = trainer.eos.ids.tolist()
         request: Request = trainer.request("dense", args.teacher.top_k)
         key = [
             self.teacher.key(),
@@ -137,12 +144,12 @@ class Frozen(OnPolicy):
             trainer.vocabulary,
             args.bf16,
             args.fp16,
-            merged,
+            merged_eos,
             score_cache.layout_key(trainer),
         ]
 
         def score(prompts: Any) -> list[dict[str, Any]]:
-            given = prompts.prompts.items
+            prompt_rows = prompts.prompts.items
             examples = [
                 Example(
                     row["prompt_ids"],
@@ -150,22 +157,22 @@ class Frozen(OnPolicy):
                     images=row.get("images") or (),
                     teacher_input=teacher_input_of(row),
                 )
-                for row in given
+                for row in prompt_rows
             ]
             batch = trainer._prepare_inputs(trainer.data_collator.lay_out(examples))
             signal = self.teacher.signal(batch, request)
             assert isinstance(signal, TopK)
             assert signal.targets is not None
             columns = {"teacher_ids": signal.ids, "teacher_logps": signal.logps, "teacher_own": signal.targets}
-            of_each = iter(range(len(batch.row)))
+            branches = iter(range(len(batch.row)))
             return [
                 {
                     "teacher": [
                         {name: values[batch.owner == n].tolist() for name, values in columns.items()}
-                        for n in islice(of_each, args.num_generations)
+                        for n in islice(branches, args.num_generations)
                     ]
                 }
-                for _ in given
+                for _ in prompt_rows
             ]
 
         def compute() -> datasets.Dataset:
@@ -175,6 +182,6 @@ class Frozen(OnPolicy):
 
         return score_cache.load_or_compute(key, len(rows), compute, "teacher", trainer.accelerator)
 
-    def longest(self) -> int:
-        """The longest rollout of all steps: a horizon that grows cuts them as it is."""
+    def max_tokens(self) -> int:
+        """Return the length of the longest rollout of all steps; a `train_max_tokens` that grows truncates to less."""
         return max(self.trainer.rollouts.max_new_tokens(step) for step in (0, 2**31))

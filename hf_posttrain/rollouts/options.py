@@ -1,7 +1,4 @@
-"""Options of rollouts: their source, the program that samples them, a reward for them, and weights of their tokens.
-
-Importable without torch.
-"""
+"""Options of rollouts: source, sampler, reward, and weights of tokens. Importable without torch."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,20 +18,20 @@ class RolloutOptions(OptionKind):
     on_policy: ClassVar[bool] = False
     """Whether all rollouts are sampled from the current policy."""
     fixed: ClassVar[bool] = False
-    """Whether the rollouts of a prompt never change, so that the sampler needs no new weights."""
+    """Whether the rollouts of a prompt never change, so that the sampler requires no new weights."""
     scored_once: ClassVar[bool] = False
     """Whether the source scores its rollouts with the teacher before training, as `teacher.precompute` asks."""
 
     train_max_tokens: int | dict[str, int] | None = option(
         None,
-        "Number of tokens of a rollout that are sampled and trained, or {from, to, steps}: a number that grows "
-        "linearly over the first steps. By default max_completion_length.",
+        "Largest number of tokens of a rollout that are sampled and trained, or {from, to, steps} for a number that "
+        "grows linearly over the first steps. By default max_completion_length.",
     )
 
 
 @dataclass(frozen=True)
 class OnPolicyRollouts(RolloutOptions):
-    """Sampled in every step, from the current policy."""
+    """Rollouts sampled in every step from the current policy."""
 
     kind: ClassVar = "on_policy"
     implementation: ClassVar = "rollouts.source:OnPolicy"
@@ -43,7 +40,7 @@ class OnPolicyRollouts(RolloutOptions):
 
 @dataclass(frozen=True)
 class FrozenRollouts(RolloutOptions):
-    """Sampled once, from the policy as it is before training, and cached on disk."""
+    """Rollouts sampled once from the policy before training, and cached on disk."""
 
     kind: ClassVar = "frozen"
     implementation: ClassVar = "rollouts.frozen:Frozen"
@@ -53,7 +50,7 @@ class FrozenRollouts(RolloutOptions):
 
 @dataclass(frozen=True)
 class ReplayRollouts(RolloutOptions):
-    """Some sampled in every step, and others taken from earlier steps."""
+    """Rollouts of which some are sampled in every step, and others taken from earlier steps."""
 
     kind: ClassVar = "replay"
     implementation: ClassVar = "rollouts.replay:Replay"
@@ -68,12 +65,12 @@ class SamplerOptions(OptionKind):
     """The program that samples rollouts."""
 
     prefetch: ClassVar[bool] = False
-    """Whether the rollouts of the next step are sampled while one trains."""
+    """Whether the rollouts of the next step are sampled while the current one trains."""
 
 
 @dataclass(frozen=True)
 class PolicySamplerOptions(SamplerOptions):
-    """The model that trains."""
+    """The model that is trained."""
 
     kind: ClassVar = "policy"
     implementation: ClassVar = "rollouts.policy_sampler:PolicySampler"
@@ -81,25 +78,25 @@ class PolicySamplerOptions(SamplerOptions):
 
     batch_size: int | None = option(
         None,
-        "Largest number of rollouts in one generation call. By default all rollouts of a step, on a GPU as many as its "
-        "free memory takes. Random numbers depend on it: with a number, another GPU samples the same.",
+        "Largest number of rollouts in one generation call. By default all rollouts of a step, on a GPU as many as fit "
+        "into its free memory. Random numbers depend on it. Set it to get the same rollouts on another GPU.",
     )
 
 
 @dataclass(frozen=True)
 class VLLMOptions(SamplerOptions):
-    """Any vLLM engine."""
+    """A vLLM engine of either kind."""
 
     limits: ClassVar = {"check_steps": COUNT, "gpu_memory_utilization": POSITIVE_FRACTION}
 
     check_steps: int = option(
         20,
-        "Compare the log-probabilities of vLLM and of the student after the first and after every so many transfers of "
-        "weights.",
+        "Number of transfers of weights between two comparisons of vLLM's log-probabilities with the student's. The "
+        "first transfer is always checked.",
     )
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return what the results of a run depend on: both kinds sample the same."""
+        """Return the options that the results of a run depend on. Both kinds sample the same."""
         return {"kind": "vllm", "prefetch": self.prefetch}
 
 
@@ -121,10 +118,11 @@ class VLLMServerOptions(VLLMOptions):
     implementation: ClassVar = "rollouts.vllm_server:VLLMServerSampler"
 
     base_url: str = option(
-        help="URL of the server, such as http://localhost:8000. The server must see output_dir.", kw_only=True
+        help="URL of the server, such as http://localhost:8000. The server must have access to output_dir.",
+        kw_only=True,
     )
     prefetch: bool = option(  # type: ignore[misc]  # an option of this kind alone
-        False, "Sample the rollouts of the next step while this one trains, by weights that are one step old."
+        False, "Sample the rollouts of the next step while the current one trains, with weights that are one step old."
     )
 
 
@@ -196,25 +194,25 @@ class Sign(TokenWeightOptions):
 
 ROLLOUTS = OptionGroup(OnPolicyRollouts, FrozenRollouts, ReplayRollouts)
 SAMPLERS = OptionGroup(PolicySamplerOptions, VLLMColocateOptions, VLLMServerOptions)
-
-
 REWARD = OptionGroup(RewardOptions, optional=True)
 TOKEN_WEIGHTS = OptionGroup(Cumulative, TopShare, Extremes, Bounded, Sign, optional=True)
 
 
-def sampler_problems(values: Any) -> Iterator[Problem]:
-    """Yield what is wrong with the sampler of a Config, or of the section `rounds`, whose groups are built."""
-    sampler = values.sampler
+def sampler_problems(options: Any) -> Iterator[Problem]:
+    """Yield the problems of the sampler of a Config or of the section `rounds`, whose groups are built."""
+    sampler = options.sampler
     if not isinstance(sampler, VLLMOptions):
         return
     if isinstance(sampler, VLLMServerOptions) and not sampler.base_url.startswith(("http://", "https://")):
         problem = f"sampler.base_url={sampler.base_url!r} is not a URL such as http://localhost:8000"
         yield ("sampler.base_url", "sampler"), problem
-    if not 0.01 <= values.temperature <= 2:
-        problem = f"temperature={values.temperature:g}: vLLM samples at 0.01 to 2. Choose one, or sampler: policy"
+    if not 0.01 <= options.temperature <= 2:
+        problem = (
+            f"temperature={options.temperature:g} must be from 0.01 to 2 for vLLM. Change it, or set sampler: policy"
+        )
         yield ("temperature", "sampler"), problem
 
 
-def uses_vllm(values: Any) -> bool:
-    """Return whether rollouts of a Config, or answers of the section `rounds`, are sampled by vLLM."""
-    return isinstance(getattr(values, "sampler", None), VLLMOptions)
+def uses_vllm(options: object) -> bool:
+    """Return whether vLLM samples the rollouts of a Config, or the answers of the section `rounds`."""
+    return isinstance(getattr(options, "sampler", None), VLLMOptions)

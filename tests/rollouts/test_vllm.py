@@ -445,18 +445,18 @@ def test_a_server_that_says_less_of_itself(part, tmp_path, monkeypatch):
 def test_what_waits_for_a_server_does_not_keep_a_process_alive():
     """An executor's threads would: a run that has failed would wait for its rollouts, and other ranks for it."""
     lines = [
-        "import time; from hf_posttrain.generation.completions_client import at_once, in_background",
-        "in_background(lambda: at_once(time.sleep, [600, 600]))",
+        "import time; from hf_posttrain.generation.completions_client import run_concurrently, run_in_background",
+        "run_in_background(lambda: run_concurrently(time.sleep, [600, 600]))",
         "time.sleep(0.5); raise SystemExit(7)",
     ]
     assert subprocess.run([sys.executable, "-c", "\n".join(lines)], timeout=120).returncode == 7
 
 
 def test_at_once_keeps_order_and_ends_after_an_error():
-    from hf_posttrain.generation.completions_client import at_once
+    from hf_posttrain.generation.completions_client import run_concurrently
 
-    assert at_once(lambda n: n * n, range(1000)) == [n * n for n in range(1000)]
-    assert at_once(len, []) == []
+    assert run_concurrently(lambda n: n * n, range(1000)) == [n * n for n in range(1000)]
+    assert run_concurrently(len, []) == []
     begun = []
 
     def fail(number):
@@ -465,7 +465,7 @@ def test_at_once_keeps_order_and_ends_after_an_error():
         raise InputError("no")
 
     with pytest.raises(InputError, match="no"):
-        at_once(fail, range(10_000))
+        run_concurrently(fail, range(10_000))
     assert len(begun) < 1000
 
 
@@ -484,7 +484,7 @@ def trained(rank, engine, folder, lora, options):
         synchronise()
         if hasattr(trainer.sampler, "llm"):
             states.append(weights(theirs(trainer, None)))
-        whole = saving.whole_state(trainer, adapter_only=False) or policy_of(trainer).state_dict()
+        whole = saving.full_state_dict(trainer, adapter_only=False) or policy_of(trainer).state_dict()
         wholes.append({name: tensor.clone() for name, tensor in whole.items()})
 
     def drawn(*args):
@@ -551,7 +551,7 @@ def test_the_first_rank_sends_and_all_ranks_ask(engine, lora, tmp_path):
         ({"sampler": {"kind": "vllm_colocate", "batch_size": 8}}, "It is an option of policy"),
         ({"sampler": {"kind": "vllm_server", "base_url": 3}}, "sampler.base_url must be a text, not 3"),
         ({"sampler": {"kind": "vllm_server", "base_url": "http://a:1", "prefetch": "x"}}, "true or false, not 'x'"),
-        ({"temperature": 3.0}, "vLLM samples at 0.01 to 2"),
+        ({"temperature": 3.0}, "must be from 0.01 to 2 for vLLM"),
     ],
 )
 def test_contradictions_are_refused(config, message, vllm, tmp_path):
