@@ -129,7 +129,7 @@ def test_each_step_samples_with_the_policys_own_weights(sampler, tmp_path):
         trainer.model.eval()
         for number, (prompt, completions) in enumerate(zip(prompts, found, strict=True)):
             seeded = {"n": n, "seed": rollout.mix_seed(*seed, number) >> 2, "max_tokens": max_new_tokens}
-            how = trainer.sampler.sampling | seeded | {"logprobs": 0}
+            how = trainer.sampler.sampling_parameters | seeded | {"logprobs": 0}
             rollouts, logps = sampled(trainer.model, prompt, **how)
             assert ids_of([completions]) == rollouts
             torch.testing.assert_close([completion.logps for completion in completions], logps)
@@ -236,11 +236,11 @@ def test_padding_of_the_vocabulary_is_never_drawn(sampler, tmp_path, monkeypatch
     trainer, server = opd(sampler, tmp_path, student, max_completion_length=3)
     if server:
         server.model = copy.deepcopy(student)  # started with a model of its size
-    assert trainer.sampler.sampling["logit_bias"] == {token: -100.0 for token in range(300, 340)}
+    assert trainer.sampler.sampling_parameters["logit_bias"] == {token: -100.0 for token in range(300, 340)}
     trainer.sampler.synchronise()
     assert max(map(max, ids_of(trainer.sampler.sample([[1, 2, 3]] * 20, 2, 4, (0,))))) < 300
-    monkeypatch.setitem(trainer.sampler.sampling, "logit_bias", None)
-    with pytest.raises(RuntimeError, match="vLLM drew an id of the vocabulary's padding"):
+    monkeypatch.setitem(trainer.sampler.sampling_parameters, "logit_bias", None)
+    with pytest.raises(RuntimeError, match="vLLM sampled an id of the vocabulary's padding"):
         trainer.sampler.sample([[1, 2, 3]] * 20, 2, 4, (0,))
 
 
@@ -248,7 +248,7 @@ def test_padding_of_the_vocabulary_is_never_drawn(sampler, tmp_path, monkeypatch
 def test_more_padding_than_vllm_can_be_kept_from_is_refused(sampler, tmp_path):
     student = tiny_model()
     student.resize_token_embeddings(1400, mean_resizing=False)
-    with pytest.raises(InputError, match=r"1100 ids that stand for no token, .* vLLM can be kept from drawing 1024"):
+    with pytest.raises(InputError, match=r"1100 ids that represent no token, .* vLLM can exclude 1024 ids at most"):
         opd(sampler, tmp_path, student)
 
 
@@ -335,7 +335,7 @@ def test_the_next_windows_rollouts_are_of_weights_one_step_old(tmp_path):
         policy = states[max(step - 1, 0)]
         for number, (prompt, completions) in enumerate(zip(prompts, groups, strict=True)):
             seeded = {"seed": rollout.mix_seed(*seed, number) >> 2, "max_tokens": max_new_tokens, "logprobs": 0}
-            expected, values = sampled(policy, prompt, n, **trainer.sampler.sampling | seeded)
+            expected, values = sampled(policy, prompt, n, **trainer.sampler.sampling_parameters | seeded)
             assert ids_of([completions]) == expected
             torch.testing.assert_close([completion.logps for completion in completions], values)
     staleness = [log["sampling/logp_difference"] for log in trainer.state.log_history if "sampling/kl" in log]
@@ -415,7 +415,7 @@ def test_a_server_that_ignores_what_it_gets_is_found_before_the_first_step(lora,
         server.adapters = collections.defaultdict(lambda: base)
         options = {"sampler": {"kind": "vllm_server", "base_url": server.url}}
         trainer, _ = opd(options | {"peft_config": peft.LoraConfig(**LORA) if lora else None}, tmp_path)
-        problem = "passes over the student's adapter" if lora else "samples from another model than the student"
+        problem = "ignores the student's adapter" if lora else "samples from another model than the student"
         with pytest.raises(InputError, match=problem):
             trainer.train()
         assert trainer.state.global_step == 0
@@ -562,7 +562,7 @@ def test_contradictions_are_refused(config, message, vllm, tmp_path):
 def test_a_missing_package_is_refused(monkeypatch, tmp_path):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *args: None if name == "vllm" else find(name, *args))
-    with pytest.raises(InputError, match="requires the package vllm: pip install"):
+    with pytest.raises(InputError, match="requires the package vllm. Install it with pip install"):
         OPDConfig(output_dir=str(tmp_path), use_cpu=True, sampler="vllm_colocate")
     config = {"sampler": {"kind": "vllm_server", "base_url": "http://a:1"}}
     OPDConfig(output_dir=str(tmp_path), use_cpu=True, **config)
@@ -573,7 +573,7 @@ def test_a_missing_package_is_refused(monkeypatch, tmp_path):
     [
         (peft.LoraConfig(use_dora=True), "LoRA with use_dora=True"),
         (peft.LoraConfig(modules_to_save=["lm_head"]), "LoRA with modules_to_save="),
-        (peft.LoraConfig(target_parameters=["down_proj"]), "name target_modules without experts"),
+        (peft.LoraConfig(target_parameters=["down_proj"]), "Name target_modules without experts"),
         (peft.LoraConfig(bias="all"), "LoRA with bias='all'"),
         (peft.LoraConfig(init_lora_weights="pissa"), "LoRA with init_lora_weights='pissa'"),
         (peft.LoraConfig(r=8, rank_pattern={"q_proj": 600}), "up to rank 512, not 600"),
@@ -601,9 +601,9 @@ def test_a_quantised_student_is_refused(sampler, tmp_path):
 @pytest.mark.parametrize(
     ("lora", "without", "message"),
     [
-        (False, "/collective_rpc", "answered 404 .*: set VLLM_SERVER_DEV_MODE=1"),
-        (False, "/reset_prefix_cache", "answered 404 .*: set VLLM_SERVER_DEV_MODE=1"),
-        (True, "/v1/load_lora_adapter", "answered 404 .*: start the server with --enable-lora and VLLM_ALLOW_RUNTIME"),
+        (False, "/collective_rpc", "answered 404 .*Set VLLM_SERVER_DEV_MODE=1"),
+        (False, "/reset_prefix_cache", "answered 404 .*Set VLLM_SERVER_DEV_MODE=1"),
+        (True, "/v1/load_lora_adapter", "answered 404 .*Start the server with --enable-lora and VLLM_ALLOW_RUNTIME"),
         (False, "/v1/completions", "/v1/completions answered 404"),
         (False, "/v1/models", "/v1/models answered 404"),
     ],
@@ -645,7 +645,7 @@ def test_other_trouble_with_a_server_is_told(tmp_path):
             opd(config, tmp_path, max_length=200)
         trainer, _ = opd(config, tmp_path, max_length=64)
         server.busy = True
-        with pytest.raises(InputError, match="has requests of others"):
+        with pytest.raises(InputError, match="has requests of other clients"):
             trainer.train()
         server.busy, server.model = False, None
         with pytest.raises(InputError, match=r"completions answered 500 .*NoneType"):

@@ -98,7 +98,7 @@ def test_a_server_that_starts_again_gets_the_weights_once_more(home, tmp_path, c
             trainer.train()
         finally:
             started[0].stop()
-    assert "has started again: it gets the weights once more" in caplog.text
+    assert "has restarted. The weights are sent again" in caplog.text
     assert losses_of(trainer) == pytest.approx(losses_of(whole), rel=1e-4)
 
 
@@ -135,7 +135,7 @@ def test_a_server_without_development_mode_or_runtime_loras_is_refused(home, tmp
     saved(served_model("llama"), home / "plain")
     bare = {"VLLM_SERVER_DEV_MODE": "0", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "0"}
     with serving(home / "plain", *EXACT, "--enable-lora", **bare) as server:
-        with pytest.raises(InputError, match="is not in development mode: start it with VLLM_SERVER_DEV_MODE=1"):
+        with pytest.raises(InputError, match="is not in development mode. Start it with VLLM_SERVER_DEV_MODE=1"):
             opd(server, tmp_path)
         student, options = served_model("llama"), OPTIONS | {"sampler": sampler_of(server)}
         trainer = trainer_for("opd", student, token_rows("opd", 8), tmp_path, second=served_model(seed=9),

@@ -75,12 +75,12 @@ def test_a_server_that_keeps_the_old_head_ends_the_run(home, tmp_path, caplog):
             said = str(error)
         kept = said and re.search(r"samples from another model .* --hf-overrides", said)
         assert kept or (said is None and len(gaps(caplog)) == 4 and max(gaps(caplog)) < 1e-4), said
-        with pytest.raises(InputError, match="takes no adapter of rank 8: start it with --enable-lora and --max-lora"):
+        with pytest.raises(InputError, match="accepts no adapter of rank 8. Start it with --enable-lora and --max"):
             opd(server, tmp_path, served_model(), peft_config=peft.LoraConfig(**LORA))
 
 
 def test_another_architecture_is_told(qwen, tmp_path):
-    with pytest.raises(InputError, match=r"samples from another model .* serve the student's own|answered 500"):
+    with pytest.raises(InputError, match=r"samples from another model .* Serve the student's own|answered 500"):
         opd(qwen, tmp_path, served_model("llama")).train()
     with pytest.raises(InputError, match=r"samples from another model|answered 500"):
         opd(qwen, tmp_path, served_model(num_hidden_layers=3, layer_types=["full_attention"] * 3)).train()
@@ -91,7 +91,7 @@ def test_rollouts_are_drawn_at_the_temperature_by_seed_and_without_padding(qwen,
     student = served_model(seed=3, tie_word_embeddings=False)
     trainer = opd(qwen, tmp_path, student, temperature=0.5, num_generations=64)
     trainer.vocabulary = 200  # as if the teacher had no more
-    trainer.sampler.sampling = vllm.sampling_parameters(trainer)
+    trainer.sampler.sampling_parameters = vllm.sampling_parameters(trainer)
     trainer.sampler.synchronise()
 
     def sample(longest, *seed):
