@@ -23,39 +23,39 @@ from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from ..errors import InputError, error_context, shown
+from ..errors import InputError, error_context, short_repr
 from .dataset_type import AnyDatasets
-from .messages import is_picture, role_of, text_of
+from .messages import is_image_part, role_of, text_of
 
 MARK = "\ufdd0"
 """Stands in a content for a picture: a character that no text has."""
-COLUMNS = ("image", "images")
+IMAGE_COLUMNS = ("image", "images")
 PLACEHOLDER = "<image>"
 """What contents that are plain text have in the place of a picture, in the format of LLaVA and others."""
-STORED = datasets.List({"bytes": datasets.Value("binary"), "path": datasets.Value("string")})
+IMAGES_TYPE = datasets.List({"bytes": datasets.Value("binary"), "path": datasets.Value("string")})
 """The type of the column `images` of prepared rows."""
-_DATA = "data:image/"
-_WITH_TEXT = ("messages", "prompt", "instruction", "chosen", "rejected", "completion", "output")
+_DATA_URL_PREFIX = "data:image/"
+_TEXT_COLUMNS = ("messages", "prompt", "instruction", "chosen", "rejected", "completion", "output")
 
 
 # ---- rows
 
 
-def take_pictures(row: dict, form: str, folder: str | None = None) -> tuple[dict, list[dict]]:
+def extract_images(row: dict, form: str, folder: str | None = None) -> tuple[dict, list[dict]]:
     """The row with MARK in its contents where pictures are, and its pictures in that order, as prepared rows have them.
 
     form: the row's format. folder: where relative paths start. Raises InputError for what is no picture, and where
     places and pictures are not equally many.
     """
-    row, (column, listed) = dict(row), _listed(row)
-    columns = [name for name in form.split(" + ") if name in _WITH_TEXT]
+    row, (column, listed) = dict(row), _column_images(row)
+    columns = [name for name in form.split(" + ") if name in _TEXT_COLUMNS]
     if not columns:  # ids hold the tokens of their pictures already
-        return row, [stored(value, folder) for value in listed]
+        return row, [to_stored_image(value, folder) for value in listed]
     found: dict[str, list] = {}
     for name in columns:
         with error_context(f"column {name!r}"):
-            row[name], found[name] = _marked(row[name])
-    if {"prompt", "chosen"} <= {*columns} and isinstance(row["prompt"], str) and _is_whole(row["chosen"]):
+            row[name], found[name] = _mark_images(row[name])
+    if {"prompt", "chosen"} <= {*columns} and isinstance(row["prompt"], str) and _is_conversation(row["chosen"]):
         columns.remove("prompt")  # it is there twice: see `read_format`
     # whole conversations that answer each other begin with the same pictures
     if "chosen" in columns and not {"prompt", "messages", "instruction"} & {*columns}:
@@ -64,9 +64,9 @@ def take_pictures(row: dict, form: str, folder: str | None = None) -> tuple[dict
         del found["rejected"]
     places = [value for name in found for value in found[name]]
     asked = next(name for name in ("messages", "prompt", "instruction", "chosen") if name in columns)
-    held = sum(text.count(PLACEHOLDER) for name in (asked, "input") for text in _asked(row.get(name)))
+    held = sum(text.count(PLACEHOLDER) for name in (asked, "input") for text in _placeholder_texts(row.get(name)))
     if listed and not places:
-        _place(row, asked, column, len(listed), held)
+        _insert_marks(row, asked, column, len(listed), held)
         places = [None] * len(listed)
     elif held:
         instead = "its pictures are parts of contents already" if places else "the row has no picture"
@@ -80,7 +80,7 @@ def take_pictures(row: dict, form: str, folder: str | None = None) -> tuple[dict
         )
     own = iter(listed)
     with error_context(f"column {column!r}" if column else "a picture"):
-        return row, [stored(next(own) if value is None else value, folder) for value in places]
+        return row, [to_stored_image(next(own) if value is None else value, folder) for value in places]
 
 
 def hold_images(rows: AnyDatasets | Sequence[Mapping[str, Any]] | None) -> bool:
@@ -93,19 +93,19 @@ def hold_images(rows: AnyDatasets | Sequence[Mapping[str, Any]] | None) -> bool:
         first = rows[0] if isinstance(rows, Sequence | datasets.Dataset) and len(rows) else None
     if not isinstance(first, Mapping):
         return False
-    if any(first.get(column) is not None for column in COLUMNS):
+    if any(first.get(column) is not None for column in IMAGE_COLUMNS):
         return True
-    return any(_marked(value)[1] for name, value in first.items() if name in _WITH_TEXT and isinstance(value, list))
+    return any(_mark_images(value)[1] for name, value in first.items() if name in _TEXT_COLUMNS and isinstance(value, list))
 
 
-def _is_whole(turns: Any) -> bool:
+def _is_conversation(turns: Any) -> bool:
     """Is it a conversation from its beginning, not an answer?"""
     return isinstance(turns, list) and bool(turns) and role_of(turns[0]) not in ("assistant", None)
 
 
-def _listed(row: dict) -> tuple[str, list]:
+def _column_images(row: dict) -> tuple[str, list]:
     """The column that pictures are in, if any, and what it has. Raises InputError for two columns, and for a null."""
-    given = [name for name in COLUMNS if row.get(name) is not None]
+    given = [name for name in IMAGE_COLUMNS if row.get(name) is not None]
     if len(given) > 1:
         raise InputError("columns 'image' and 'images': they both hold pictures: put all into one")
     if not given:
@@ -117,7 +117,7 @@ def _listed(row: dict) -> tuple[str, list]:
     return given[0], listed
 
 
-def _marked(value: object) -> tuple[Any, list]:
+def _mark_images(value: object) -> tuple[Any, list]:
     """A column with MARK as text in place of the parts that are pictures, and their values, None where they have
     none.
     """
@@ -129,8 +129,8 @@ def _marked(value: object) -> tuple[Any, list]:
         return value, found
 
     def part(item: Any) -> Any:
-        if is_picture(item):
-            found.append(_value_of(item))
+        if is_image_part(item):
+            found.append(_image_value(item))
             return {"type": "text", "text": MARK}
         return item
 
@@ -144,15 +144,15 @@ def _marked(value: object) -> tuple[Any, list]:
     return (marked[0] if isinstance(value, dict) else marked), found
 
 
-def _value_of(part: dict) -> Any:
+def _image_value(part: dict) -> Any:
     """The picture of a part of a content, by the keys of transformers and of OpenAI; None where it has none."""
     value = next((part[key] for key in ("image", "image_url", "url", "path", "base64", "bytes") if part.get(key)), None)
     if isinstance(value, dict) and "url" in value:
         value = value["url"]
-    return f"{_DATA};base64,{value}" if part.get("base64") and value == part["base64"] else value
+    return f"{_DATA_URL_PREFIX};base64,{value}" if part.get("base64") and value == part["base64"] else value
 
 
-def _place(row: dict, asked: str, column: str, pictures: int, places: int) -> None:
+def _insert_marks(row: dict, asked: str, column: str, pictures: int, places: int) -> None:
     """Put MARKs for the pictures of a column into the row's text: in place of its PLACEHOLDERs or, where it has none,
     at the beginning of what a user asks first. asked: the column that says that. places: how many PLACEHOLDERs.
     """
@@ -169,12 +169,12 @@ def _place(row: dict, asked: str, column: str, pictures: int, places: int) -> No
     for name in ("prompt", "chosen", "rejected") if asked == "chosen" else (asked, "input"):
         if row.get(name) is not None:
             left = 0 if places or name == "input" else pictures
-            row[name] = _changed(row[name], change)
+            row[name] = _map_texts(row[name], change)
             if left:
                 raise InputError(f"column {name!r}: there is no turn of a user for the pictures to stand in")
 
 
-def _asked(value: object) -> Iterator[str]:
+def _placeholder_texts(value: object) -> Iterator[str]:
     """The texts of a column that a PLACEHOLDER may stand in: no assistant's."""
     kept: list[str] = []
 
@@ -182,11 +182,11 @@ def _asked(value: object) -> Iterator[str]:
         kept.append(text)
         return text
 
-    _changed(value, keep)
+    _map_texts(value, keep)
     yield from kept
 
 
-def _changed(value: object, change: Callable[[str, str | None], str]) -> Any:
+def _map_texts(value: object, change: Callable[[str, str | None], str]) -> Any:
     """A column in which `change`, of a text and whose it is, is done to all texts but those of assistants."""
     if isinstance(value, str):
         return change(value, "user")
@@ -212,7 +212,7 @@ def _changed(value: object, change: Callable[[str, str | None], str]) -> Any:
 # ---- pictures
 
 
-def stored(value: object, folder: str | None = None) -> dict[str, Any]:
+def to_stored_image(value: object, folder: str | None = None) -> dict[str, Any]:
     """A picture as prepared rows have it: {bytes, path}, one of them None. Paths are absolute then.
 
     value: a PIL image, bytes, a path, a data URL, or a mapping with bytes or path as `datasets` has it. Raises
@@ -221,78 +221,78 @@ def stored(value: object, folder: str | None = None) -> dict[str, Any]:
     if isinstance(value, Mapping) and (value.get("bytes") or value.get("path")):
         value = value.get("bytes") or value["path"]
     if isinstance(value, Image.Image):
-        value = stored_bytes(value)
-    if isinstance(value, str) and value.startswith(_DATA):
+        value = png_bytes(value)
+    if isinstance(value, str) and value.startswith(_DATA_URL_PREFIX):
         try:
             value = base64.b64decode(value.partition(",")[2], validate=True)
         except ValueError:
-            raise InputError(f"{shown(value)} is no base64") from None
+            raise InputError(f"{short_repr(value)} is no base64") from None
     found: dict[str, Any] = {"bytes": None, "path": None}
     if isinstance(value, bytes):
         found["bytes"] = value
     elif isinstance(value, str) and value.partition("://")[0] in ("http", "https", "ftp", "s3", "gs", "hf"):
-        raise InputError(f"{shown(value)}: nothing is fetched while training: download it, and give its path")
+        raise InputError(f"{short_repr(value)}: nothing is fetched while training: download it, and give its path")
     elif isinstance(value, str) and value:
         path = Path(folder or "", value.removeprefix("file://")).expanduser()
         if not path.is_file():
             start = f"relative paths start at {folder or 'the current folder'}, see image_folder"
-            name = value if len(value) < 300 else shown(value)  # which may be base64 without its beginning
+            name = value if len(value) < 300 else short_repr(value)  # which may be base64 without its beginning
             raise InputError(f"{name}: no such file" + f" ({start})" * (not Path(value).is_absolute()))
         found["path"] = str(path.absolute())
     else:
-        raise InputError(f"expected a picture (path, bytes or PIL image), found {shown(value)}")
-    check_whole(found)
+        raise InputError(f"expected a picture (path, bytes or PIL image), found {short_repr(value)}")
+    check_image(found)
     return found
 
 
 def data_url(value: Any) -> str:
     """A PIL image, or the bytes of a file, as text."""
-    found = stored_bytes(value) if isinstance(value, Image.Image) else value
-    return f"{_DATA};base64,{base64.b64encode(found).decode()}"
+    found = png_bytes(value) if isinstance(value, Image.Image) else value
+    return f"{_DATA_URL_PREFIX};base64,{base64.b64encode(found).decode()}"
 
 
-def in_json(picture: Mapping[str, Any]) -> str:
+def image_to_json(picture: Mapping[str, Any]) -> str:
     """A stored picture as a row of JSON has it: its path, or its bytes as text."""
     return picture["path"] or data_url(picture["bytes"])
 
 
-def stored_bytes(image: Image.Image) -> bytes:
+def png_bytes(image: Image.Image) -> bytes:
     """A PIL image as a file, without loss."""
     buffer = io.BytesIO()
     image.save(buffer, format="PNG")
     return buffer.getvalue()
 
 
-def _source(picture: Mapping[str, Any]) -> Any:
+def _file_of(picture: Mapping[str, Any]) -> Any:
     return io.BytesIO(picture["bytes"]) if picture["bytes"] else picture["path"]
 
 
-def picture_size(picture: Mapping[str, Any]) -> tuple[int, int]:
+def image_size(picture: Mapping[str, Any]) -> tuple[int, int]:
     """(width, height) as it is looked at, without decoding it. Raises InputError for what is no picture."""
-    with _one_line(picture), Image.open(_source(picture)) as image:
+    with _pil_errors(picture), Image.open(_file_of(picture)) as image:
         turned = image.getexif().get(ExifTags.Base.Orientation, 1) >= 5
         return image.size[::-1] if turned else image.size
 
 
-def check_whole(picture: Mapping[str, Any]) -> None:
+def check_image(picture: Mapping[str, Any]) -> None:
     """Raises InputError for what is no picture, ends before its end, or has pixels without a known range."""
-    with _one_line(picture), Image.open(_source(picture)) as image:
+    with _pil_errors(picture), Image.open(_file_of(picture)) as image:
         image.draft("RGB", (1, 1))  # a JPEG is read to its end, and decoded to an eighth of its size
         image.load()
         if image.mode == "F" or (image.mode == "I" and image.format != "PNG"):
             raise ValueError(f"its pixels are of mode {image.mode}, whose range is not known: save it with 8 bits")
 
 
-def open_picture(picture: Mapping[str, Any]) -> Image.Image:
+def open_image(picture: Mapping[str, Any]) -> Image.Image:
     """A stored picture, decoded, upright and in RGB. Raises InputError for what is no picture."""
-    with _one_line(picture), Image.open(_source(picture)) as image:
+    with _pil_errors(picture), Image.open(_file_of(picture)) as image:
         upright = ImageOps.exif_transpose(image)
         if upright.mode.startswith("I"):  # 16 bits, of which PIL would take all above 255 for white
             upright = Image.fromarray((np.asarray(upright) // 256).astype(np.uint8))
         return upright.convert("RGB")
 
 
-def versions(rows: Iterable[Any]) -> list[tuple[int, int]]:
+def image_versions(rows: Iterable[Any]) -> list[tuple[int, int]]:
     """How many bytes each picture of rows has, packed ones too, and when its file was last changed (0: it is in the
     row): a path says nothing of what is there.
     """
@@ -305,7 +305,7 @@ def versions(rows: Iterable[Any]) -> list[tuple[int, int]]:
 
 
 @contextmanager
-def _one_line(picture: Mapping[str, Any]) -> Iterator[None]:
+def _pil_errors(picture: Mapping[str, Any]) -> Iterator[None]:
     """Makes one line of what PIL raises."""
     try:
         yield
@@ -323,9 +323,9 @@ class ImageReader:
 
     def __init__(self, processor: Any):
         self.processor = processor
-        self.place: str = getattr(processor, "image_token", None) or getattr(processor, "boi_token", None) or ""
+        self.image_token: str = getattr(processor, "image_token", None) or getattr(processor, "boi_token", None) or ""
         """What the chat template writes in the place of a picture."""
-        if not self.place or not hasattr(processor, "image_processor"):
+        if not self.image_token or not hasattr(processor, "image_processor"):
             raise InputError(f"images: {type(processor).__name__} reads no pictures: set images: false")
 
     @property
@@ -333,7 +333,7 @@ class ImageReader:
         """The ids that become features of a picture."""
         return sorted(i for i in self.processor.image_token_ids if i is not None)
 
-    def features(self, text: str) -> int:
+    def count_features(self, text: str) -> int:
         """How many of these tokens a text has."""
         return sum(text.count(token) for token in self.processor.tokenizer.convert_ids_to_tokens(self.token_ids))
 
@@ -341,43 +341,43 @@ class ImageReader:
         """The text that stands for a picture, which depends on its size alone. Raises InputError for a size that the
         processor refuses.
         """
-        size = picture_size(picture)
-        with _one_line(picture):
-            return _of_size(self, *size)[1]
+        size = image_size(picture)
+        with _pil_errors(picture):
+            return _grid_and_text(self, *size)[1]
 
-    def places(self, ids: Sequence[int]) -> int:
+    def count_feature_tokens(self, ids: Sequence[int]) -> int:
         """How many ids become features of pictures."""
         own = {*self.token_ids}
         return sum(token in own for token in ids)
 
-    def counts(self, pictures: Iterable[Mapping[str, Any]]) -> list[int]:
+    def feature_counts(self, pictures: Iterable[Mapping[str, Any]]) -> list[int]:
         """How many features each picture brings."""
-        return [self.features(self.expansion(picture)) for picture in pictures]
+        return [self.count_features(self.expansion(picture)) for picture in pictures]
 
-    def shown_in(self, ids: Sequence[int], pictures: Sequence[Any]) -> Sequence[Any]:
+    def complete_images(self, ids: Sequence[int], pictures: Sequence[Any]) -> Sequence[Any]:
         """Those of a text's pictures whose tokens all stand in `ids`, which may be cut at the end."""
-        return pictures[: fitting(self.counts(pictures), self.places(ids))]
+        return pictures[: count_complete_images(self.feature_counts(pictures), self.count_feature_tokens(ids))]
 
-    def ids(self, picture: Mapping[str, Any]) -> list[int]:
+    def expansion_ids(self, picture: Mapping[str, Any]) -> list[int]:
         """The tokens that stand for a picture."""
         return self.processor.tokenizer(self.expansion(picture), add_special_tokens=False)["input_ids"]
 
     def tensors(self, pictures: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         """What the model's forward takes besides ids, of pictures in the order in which the ids have them."""
-        return self._tensors([*map(open_picture, pictures)])
+        return self._tensors([*map(open_image, pictures)])
 
     @cached_property
-    def blank(self) -> dict[str, Tensor]:
+    def blank_tensors(self) -> dict[str, Tensor]:
         """`tensors` of a small picture of nothing."""
-        return self._tensors([_grey(32, 32)])
+        return self._tensors([_gray_image(32, 32)])
 
     def _tensors(self, images: list[Image.Image]) -> dict[str, Tensor]:
         unused = {"rows", "cols", *self.processor.unused_input_names}
         return {name: torch.as_tensor(value) for name, value in self._process(images)[0].items() if name not in unused}
 
-    def grid(self, picture: Mapping[str, Any]) -> list[int] | None:
+    def patch_grid(self, picture: Mapping[str, Any]) -> list[int] | None:
         """Frames, rows and columns of patches of a picture, where the model's positions depend on them."""
-        return _of_size(self, *picture_size(picture))[0]
+        return _grid_and_text(self, *image_size(picture))[0]
 
     def _process(self, images: list[Image.Image]) -> tuple[Any, list[str]]:
         options = merged_options(self.processor)
@@ -394,43 +394,43 @@ def merged_options(processor: Any) -> dict[str, dict[str, Any]]:
     return merged
 
 
-def fitting(counts: Iterable[int], places: int) -> int:
+def count_complete_images(counts: Iterable[int], places: int) -> int:
     """How many of the pictures of a text, of so many features each, all stand in it where it is cut at the end and has
     `places` left.
     """
     return sum(end <= places for end in accumulate(counts))
 
 
-def some_picture() -> dict[str, Any]:
+def noise_image() -> dict[str, Any]:
     """A small picture of noise, always the same, as prepared rows have them."""
     pixels = np.random.default_rng(0).integers(0, 256, (40, 56, 3), dtype=np.uint8)
-    return {"bytes": stored_bytes(Image.fromarray(pixels)), "path": None}
+    return {"bytes": png_bytes(Image.fromarray(pixels)), "path": None}
 
 
-def _grey(width: int, height: int) -> Image.Image:
+def _gray_image(width: int, height: int) -> Image.Image:
     """A picture of nothing; not black: some models take a picture of zeros for padding."""
     return Image.fromarray(np.full((height, width, 3), 127, dtype=np.uint8))
 
 
 @lru_cache(maxsize=100_000)
-def _of_size(reader: ImageReader, width: int, height: int) -> tuple[list[int] | None, str]:
+def _grid_and_text(reader: ImageReader, width: int, height: int) -> tuple[list[int] | None, str]:
     """Of a picture of this size: frames, rows and columns of patches, or None, and the text that stands for it."""
-    found, texts = reader._process([_grey(width, height)])
+    found, texts = reader._process([_gray_image(width, height)])
     grid = found.get("image_grid_thw")
     return None if grid is None else [int(n) for n in grid[0]], texts[0]
 
 
-def read_by(tokenizer: PreTrainedTokenizerBase) -> ImageReader | None:
-    """What reads pictures for a tokenizer, if its model does: `with_pictures` has put it there."""
-    return getattr(tokenizer, "picture_reader", None)
+def get_image_reader(tokenizer: PreTrainedTokenizerBase) -> ImageReader | None:
+    """What reads pictures for a tokenizer, if its model does: `attach_image_reader` has put it there."""
+    return getattr(tokenizer, "image_reader", None)
 
 
-def with_pictures(processor: Any) -> Any:
+def attach_image_reader(processor: Any) -> Any:
     """The tokenizer of a processor, which knows what reads its pictures. Raises InputError where that reads none."""
     tokenizer = getattr(processor, "tokenizer", None)
     reader = ImageReader(processor)
     if tokenizer is None:
         raise InputError(f"{type(processor).__name__} reads no text")
-    tokenizer.picture_reader = reader
+    tokenizer.image_reader = reader
     tokenizer.chat_template = getattr(processor, "chat_template", None) or tokenizer.chat_template
     return tokenizer

@@ -1,4 +1,4 @@
-"""Short examples -> full rows, best-fit decreasing; each example stays its own attention document."""
+"""Best-fit decreasing packing of short examples into full rows, where each example stays a separate document."""
 
 import logging
 from bisect import bisect_left, insort
@@ -16,10 +16,19 @@ logger = logging.getLogger(__package__)
 
 
 def pack(rows: datasets.Dataset, max_length: int, name: str = "train") -> datasets.Dataset:
-    """Rows of at most `max_length` tokens, prompts and completions together, each a list of whole examples.
+    """Pack prepared examples into rows of at most `max_length` tokens, prompts and completions together.
 
-    Every column becomes a list, one entry an example; `index` numbers the packed rows, in the order of their first
-    examples. Rows that are packed already are returned as they are. Raises InputError for an example that is too long.
+    Args:
+        rows: Prepared rows. Rows that are packed already are returned unchanged.
+        max_length: Maximum number of tokens of a packed row.
+        name: Name of the data set in messages.
+
+    Returns:
+        A data set in which every column is a list with one entry per example. `index` numbers the packed rows, which
+        are in the order of their first examples.
+
+    Raises:
+        InputError: If an example is longer than `max_length`.
     """
     if isinstance(rows.features["completion_ids"].feature, datasets.List):
         return rows
@@ -27,56 +36,77 @@ def pack(rows: datasets.Dataset, max_length: int, name: str = "train") -> datase
     if (longest := int(lengths.max())) > max_length:
         raise InputError(f"{name}, row {lengths.argmax()}: {longest} tokens do not fit into a row of {max_length}")
     bins = best_fit(lengths.tolist(), max_length)
+
     examples = rows.remove_columns("index")
     lists = {column: datasets.List(kind) for column, kind in examples.features.items()}
     features = datasets.Features({**lists, "index": datasets.Value("int64")})
-    full = 100 * lengths.sum() / (len(bins) * max_length)
-    logger.info("%s: %d examples packed into %d rows, %.1f %% full", name, len(rows), len(bins), full)
-    given = {"rows": examples, "bins": tuple(bins)}  # `datasets` would take the parts of a list for shards
-    return datasets.Dataset.from_generator(_gather, features=features, gen_kwargs=given)
+    fill_percent = 100 * lengths.sum() / (len(bins) * max_length)
+    logger.info("%s: %d examples packed into %d rows, %.1f %% full", name, len(rows), len(bins), fill_percent)
+    arguments = {
+        "rows": examples,
+        "bins": tuple(bins),
+    }  # a tuple, since `datasets` takes the items of a list for shards
+    return datasets.Dataset.from_generator(_gather, features=features, gen_kwargs=arguments)
 
 
 def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Numbers of the items in each bin: the longest first, each into the fullest bin that it fits into."""
+    """Return the item numbers of each bin. Items are placed longest first, each into the fullest bin with enough space.
+
+    Each item takes one binary search among the distinct amounts of free space.
+    """
     bins: list[list[int]] = []
-    # an item costs one binary search, among what bins have left: distinct numbers, sorted
-    sizes: list[int] = []
-    bins_with: dict[int, list[int]] = defaultdict(list)  # what is left -> bins
+    free_sizes: list[int] = []  # distinct amounts of free space, sorted
+    bins_by_free: dict[int, list[int]] = defaultdict(list)  # free space -> bins
     for item in np.argsort(-np.asarray(lengths), kind="stable").tolist():
-        place = bisect_left(sizes, lengths[item])
-        if place == len(sizes):  # it fits nowhere: a new bin
-            left = capacity
+        position = bisect_left(free_sizes, lengths[item])
+        if position == len(free_sizes):  # no bin has enough space
+            free = capacity
             chosen = len(bins)
             bins.append([])
         else:
-            left = sizes[place]
-            chosen = bins_with[left].pop()
-            if not bins_with[left]:
-                del sizes[place]
+            free = free_sizes[position]
+            chosen = bins_by_free[free].pop()
+            if not bins_by_free[free]:
+                del free_sizes[position]
         bins[chosen].append(item)
-        # the bin moves on to what it has left now
-        left -= lengths[item]
-        if not bins_with[left]:
-            insort(sizes, left)
-        bins_with[left].append(chosen)
+
+        free -= lengths[item]
+        if not bins_by_free[free]:
+            insort(free_sizes, free)
+        bins_by_free[free].append(chosen)
     return sorted(sorted(items) for items in bins)
 
 
-def lengths_of(rows: datasets.Dataset, column: str, of_rows: bool = False) -> np.ndarray:
-    """Tokens in a column of ids: [examples] of each example, or [rows] of each row, which may hold several."""
+def column_lengths(rows: datasets.Dataset, column: str, per_row: bool = False) -> np.ndarray:
+    """Return the number of tokens in a column of ids.
+
+    Args:
+        rows: Prepared rows, which hold several examples each if they are packed.
+        column: Name of the column.
+        per_row: Whether to sum over the examples of a row.
+
+    Returns:
+        Tokens of each example, [examples], or of each row, [rows].
+    """
     ids = rows.with_format("arrow")[column][:]
     if not isinstance(rows.features[column].feature, datasets.List):
         return np.asarray(pc.list_value_length(ids))
     lengths = np.asarray(pc.list_value_length(pc.list_flatten(ids)))
-    return np.bincount(pc.list_parent_indices(ids), lengths, len(rows)).astype(int) if of_rows else lengths
+    return np.bincount(pc.list_parent_indices(ids), lengths, len(rows)).astype(int) if per_row else lengths
 
 
 def example_lengths(rows: datasets.Dataset, answers: Sequence[str]) -> np.ndarray:
-    """Tokens of each example, its prompt and the longest of its answers, which are in these columns: [examples]."""
-    prompts = lengths_of(rows, "prompt_ids")
-    return prompts + np.max([lengths_of(rows, column) for column in answers], axis=0) if answers else prompts
+    """Return the tokens of each example, its prompt plus its longest answer: [examples].
+
+    Args:
+        rows: Prepared rows.
+        answers: The columns with ids of an answer.
+    """
+    prompts = column_lengths(rows, "prompt_ids")
+    return prompts + np.max([column_lengths(rows, column) for column in answers], axis=0) if answers else prompts
 
 
+# `datasets` caches packed rows by the name and the parameters of this function
 def _gather(rows: datasets.Dataset, bins: tuple[list[int], ...]) -> Iterator[dict[str, Any]]:
     for index, items in enumerate(bins):
         yield {"index": index, **rows[items]}

@@ -12,52 +12,52 @@ import pandas as pd
 import xxhash
 from transformers import PreTrainedTokenizerBase
 
-from ..errors import InputError, error_context, named, nearest
+from ..errors import InputError, error_context, join_names, name_hint
 from . import column_inference
-from .assistant_mask import ASKED
+from .assistant_mask import MASK_OPTIONS
 from .dataset_type import AnyDataset
 from .encode import (
     CHAT,
-    CUT,
+    TRUNCATED,
     NO_TARGET,
-    OTHERS,
-    PICTURE_CUT,
+    OTHER_ROLES,
+    IMAGE_TRUNCATED,
     Plan,
-    context,
+    with_context,
     encode,
-    fit,
-    kind_of,
+    truncate,
+    state_bits,
     read,
-    refuse_misread,
-    teachers_prompts,
+    check_misread,
+    teacher_columns,
 )
 from .fingerprint import fingerprint
-from .formats import Sample, detect, our_name, renamed, unread
-from .images import COLUMNS as PICTURES
-from .images import STORED, ImageReader, fitting, read_by
+from .formats import Sample, detect_format, canonical_name, rename_columns, unread_columns
+from .images import IMAGE_COLUMNS
+from .images import IMAGES_TYPE, ImageReader, count_complete_images, get_image_reader
 from .json_rows import JsonValue
-from .messages import holds_null, without_none
+from .messages import has_nested_null, without_none
 from .packing import example_lengths
 from .row_schema import Reader, RowKind
-from .teacher_prompts import COLUMNS as FOR_TEACHER
-from .teacher_prompts import columns_for_teacher, teacher_plan
+from .teacher_prompts import TEACHER_COLUMNS
+from .teacher_prompts import build_teacher_plan, raw_teacher_columns
 
 logger = logging.getLogger(__package__)
-noted = logging.getLogger(f"{__package__}.notes")  # lines that the audit shows as well
+notes_logger = logging.getLogger(f"{__package__}.notes")  # lines that the audit shows as well
 
 FACTS = {  # what is known of each example: its type in Arrow
     "row": datasets.Value("int64"),  # number of the raw row
-    "state": datasets.Value("int8"),  # bits of `fit` and `kind_of`
+    "state": datasets.Value("int8"),  # bits of `truncate` and `state_bits`
     "unknown": datasets.Value("bool"),  # has it the unknown token?
     "uncut": datasets.Value("int64"),  # tokens before they were cut, of the prompt and its longest answer in the data
     "trained": datasets.Value("int64"),  # with a loss, of the longest branch; 0 where answers are yet to be sampled
     "unread": datasets.Value("string"),  # what of its messages the chat template does not write, with commas
     "keys": datasets.List(datasets.Value("int64")),  # hashes of the uncut prompt with each branch; sampled: alone
 }
-SCORES = {"ref_logps", "teacher_ids", "teacher_logps"}
-ADDED = {"mismatch_ids", "length", "images", "asked", *FOR_TEACHER} | SCORES
+SCORE_COLUMNS = {"ref_logps", "teacher_ids", "teacher_logps"}
+ADDED_COLUMNS = {"mismatch_ids", "length", "images", "asked", *TEACHER_COLUMNS} | SCORE_COLUMNS
 """Columns that trainers and teachers add to prepared rows."""
-_FIRST = 20
+_PROBED_ROWS = 20
 """Rows that are looked at for a prompt in columns that are not read."""
 _MIXED = "rows differ in kind there, and text that looks like JSON is then read as JSON"
 
@@ -74,22 +74,22 @@ def prepare(
     of streams). Raises InputError for the first bad row.
     """
     # rows that are prepared have these types too, or lists of them where packed: other rows of ids are yet to be cut
-    more: tuple[str, ...] = FOR_TEACHER if teacher_plan(config) else ()
-    more += ("images",) if read_by(tokenizer) else ()
+    more: tuple[str, ...] = TEACHER_COLUMNS if build_teacher_plan(config) else ()
+    more += ("images",) if get_image_reader(tokenizer) else ()
     more += ("asked",) if getattr(config, "keep_asked", False) else ()
     own = {*method.rows.columns, "index", *more}
     kinds = dict(dataset.features or {})
     typed = all(kinds.get(name) in (kind, datasets.List(kind)) for name, kind in _features(method.rows, False).items())
-    if typed and own <= {*kinds} <= own | ADDED:
-        _refuse_long(dataset, method.rows, config, name)
+    if typed and own <= {*kinds} <= own | ADDED_COLUMNS:
+        _check_length(dataset, method.rows, config, name)
         return dataset
-    mapped = tokenised(dataset, method, tokenizer, config, name)
+    mapped = tokenize_dataset(dataset, method, tokenizer, config, name)
     columns = [*method.rows.columns, *more]
     streamed = isinstance(dataset, datasets.IterableDataset)
     told = ["state", "row", "unknown", "unread", "uncut"]
     facts: Any = None if streamed else mapped.select_columns(told).to_pandas()
-    for note, level in notes(dataset, method, config, tokenizer, facts).items():
-        noted.log(level, "%s: %s", name, note)
+    for note, level in collect_notes(dataset, method, config, tokenizer, facts).items():
+        notes_logger.log(level, "%s: %s", name, note)
     if streamed:
         looked_at = {"input_columns": ["state", "row", "unread"], "fn_kwargs": {"name": name, "told": set()}}
         kept = mapped.filter(_keep_streamed, **looked_at)
@@ -99,14 +99,14 @@ def prepare(
     if len(other := row[(state & CHAT > 0) != (state[0] & CHAT > 0)]):
         raise InputError(f"{name}, row {other[0]}: some rows hold plain text and some hold messages")
     lost = state & NO_TARGET > 0
-    cut = state & PICTURE_CUT > 0
+    cut = state & IMAGE_TRUNCATED > 0
     dropped = row[lost & ~cut]
-    truncated = int((~lost & (state & CUT > 0)).sum())
+    truncated = int((~lost & (state & TRUNCATED > 0)).sum())
     line = f"{name}: {len(dataset)} rows read" + (f" as {len(mapped)} examples" if len(mapped) != len(dataset) else "")
     line += f", {truncated} truncated ({_limit(method.rows, config)}), {len(dropped)} dropped"
     if len(dropped):
         line += f" (no trained token left; first rows {', '.join(map(str, dropped[:5]))})"
-    noted.log(logging.WARNING if truncated or len(dropped) else logging.INFO, line)
+    notes_logger.log(logging.WARNING if truncated or len(dropped) else logging.INFO, line)
     if cut.any():
         longest = facts["uncut"].to_numpy()[cut].max()
         rows_cut = ", ".join(map(str, row[cut][:5]))
@@ -116,7 +116,7 @@ def prepare(
         mend = ", or mend empty answers or masks" if len(dropped) else ", which cuts their pictures"
         raise InputError(f"{line}: nothing to train on; raise max_length{mend}")
     if len(strange := np.unique(row[~lost & unknown])):
-        noted.warning(
+        notes_logger.warning(
             "%s: %d rows hold the unknown token, for text outside the tokenizer's vocabulary (first rows %s): clean "
             "them, or use another tokenizer",
             name,
@@ -136,7 +136,7 @@ def _limit(rows: RowKind, config: Any) -> str:
     return f"prompts to {longest - reserved} tokens: max_length {longest} - max_completion_length {reserved}"
 
 
-def _refuse_long(prepared: Any, rows: RowKind, config: Any, name: str) -> None:
+def _check_length(prepared: Any, rows: RowKind, config: Any, name: str) -> None:
     """Raises InputError for prepared rows that were cut to a larger max_length than that of today."""
     most = getattr(config, "max_length", None)
     if most is None or not isinstance(prepared, datasets.Dataset) or not len(prepared):
@@ -152,20 +152,20 @@ def _columns(dataset: AnyDataset) -> list[str]:
 
 def _features(rows: RowKind, facts: bool = True, more: Sequence[str] = ()) -> datasets.Features:
     types = {"label": datasets.Value("bool"), "prompt_key": datasets.Value("int64"), **FACTS}
-    types |= {"teacher": datasets.Value("string"), "images": STORED, "asked": datasets.Value("string")}
+    types |= {"teacher": datasets.Value("string"), "images": IMAGES_TYPE, "asked": datasets.Value("string")}
     ids = datasets.List(datasets.Value("int32"))
     names = (*rows.columns, *more, *(FACTS if facts else ()))
     return datasets.Features({name: types.get(name, ids) for name in names})
 
 
-def typed_rows(rows: Sequence[Mapping[str, Any]], kind: RowKind, sees: bool = False) -> datasets.Dataset:
+def to_prepared_rows(rows: Sequence[Mapping[str, Any]], kind: RowKind, sees: bool = False) -> datasets.Dataset:
     """Rows of ids, made by a program, as prepared ones: `kind.columns` of them and `index`. sees: with pictures."""
     features = _features(kind, False, ["images"] if sees else []) | {"index": datasets.Value("int64")}
     columns = {name: [row[name] for row in rows] for name in features}
     return datasets.Dataset.from_dict(columns, features=datasets.Features(features))
 
 
-def tokenised(
+def tokenize_dataset(
     dataset: AnyDataset, method: Reader, tokenizer: PreTrainedTokenizerBase, config: Any, name: str = "train"
 ) -> Any:
     """The examples of a data set as `prepare` makes them, those without a target too: method.rows.columns and FACTS.
@@ -174,7 +174,7 @@ def tokenised(
     and the other way round. Raises InputError for the first bad row.
     """
     with error_context(name):
-        dataset, columns, form = _opened(dataset, method, config)
+        dataset, columns, form = _open(dataset, method, config)
         # null in all rows is absent; in some it would train all tokens of these rows
         masks = [
             column
@@ -184,17 +184,17 @@ def tokenised(
             and column in columns
             and (dataset.features or {}).get(column) != datasets.Value("null")
         ]
-        asked = teacher_plan(config)
-        sees = read_by(tokenizer) is not None
-        plan = plan_for(form, method, tokenizer, config, name)._replace(masks=tuple(masks), teacher=asked)
+        asked = build_teacher_plan(config)
+        sees = get_image_reader(tokenizer) is not None
+        plan = build_plan(form, method, tokenizer, config, name)._replace(masks=tuple(masks), teacher=asked)
         if sees:
             dataset = _undecoded(dataset)
         else:
-            _refuse_pictures(dataset, columns, form)
-        _refuse_lost_prompt(dataset, columns, form, name)
-    more = (*(FOR_TEACHER if asked else ()), *(["images"] if sees else []), *(["asked"] if plan.asked else []))
+            _check_no_images(dataset, columns, form)
+        _check_unread_prompt(dataset, columns, form, name)
+    more = (*(TEACHER_COLUMNS if asked else ()), *(["images"] if sees else []), *(["asked"] if plan.keep_prompt else []))
     features = _features(method.rows, more=more)
-    filled = filled_by_arrow(dataset)
+    filled = null_filled_columns(dataset)
     kwargs = {
         "batched": True,
         "with_indices": True,
@@ -213,49 +213,49 @@ def tokenised(
         raise InputError(f"{name}: a text is not UTF-8 ({error})") from error
 
 
-def _opened(dataset: AnyDataset, method: Reader, config: Any) -> tuple[Any, list[str], str]:
+def _open(dataset: AnyDataset, method: Reader, config: Any) -> tuple[Any, list[str], str]:
     """(the data set with our name for its text, its columns, its format)."""
     columns = _columns(dataset)
     field = getattr(config, "dataset_text_field", "text")
-    ours = {column: our_name(column, columns) for column in columns}
+    ours = {column: canonical_name(column, columns) for column in columns}
     if field != "text" and field not in columns and "text" in columns:
-        raise InputError(f"dataset_text_field: there is no column {field!r}{nearest(field, columns)}")
+        raise InputError(f"dataset_text_field: there is no column {field!r}{name_hint(field, columns)}")
     if field != "text" and field in columns:
         ours |= {"text": "other_text"} if "text" in columns else {}
         ours[field] = "text"
-    dataset = renamed(dataset, ours)
+    dataset = rename_columns(dataset, ours)
     columns = list(ours.values())
     if not columns or (isinstance(dataset, datasets.Dataset) and not len(dataset)):
         raise InputError("the data set has no rows")
     try:
-        form = detect(columns, method)
+        form = detect_format(columns, method)
         label = (dataset.features or {}).get("label")
     except InputError as error:
-        near = column_inference.suggest(list(islice(dataset, _FIRST)), [method])
+        near = column_inference.suggest_format(list(islice(dataset, _PROBED_ROWS)), [method])
         here = (
-            f"here {column_inference.columns_line(near.columns)}"
+            f"here {column_inference.format_columns(near.columns)}"
             if near and not near.missing
-            else column_inference.misspelt(columns)
+            else column_inference.misspelling_problem(columns)
         )
         raise InputError("; ".join(filter(None, (str(error), here)))) from error
     if field != "text" and form != "text":
         raise InputError(f"dataset_text_field: {field!r} is not read, since the rows are {form}: leave it out")
-    is_read = "label" in {*form.split(" + "), *_of_answers(method)}
+    is_read = "label" in {*form.split(" + "), *_answer_columns(method)}
     classes = label.names if is_read and isinstance(label, datasets.ClassLabel) else []
     if classes and [name.lower() for name in classes] not in (["false", "true"], ["0", "1"]):
-        raise InputError(f"column 'label' numbers classes ({named(classes)}): write true for good answers, else false")
+        raise InputError(f"column 'label' numbers classes ({join_names(classes)}): write true for good answers, else false")
     return dataset, columns, form
 
 
 def columns_read(dataset: AnyDataset, name: str, method: Reader, config: Any) -> list[str]:
     """The columns of a data set `name` that `method` reads. Raises InputError where it can read none, or not all."""
-    renamed, columns, form = _opened(dataset, method, config)
-    _refuse_lost_prompt(renamed, columns, form, name)
-    left = {*unread(columns, form)} - columns_for_teacher(config, columns) - {*PICTURES} - _of_answers(method)
+    rename_columns, columns, form = _open(dataset, method, config)
+    _check_unread_prompt(rename_columns, columns, form, name)
+    left = {*unread_columns(columns, form)} - raw_teacher_columns(config, columns) - {*IMAGE_COLUMNS} - _answer_columns(method)
     return [theirs for theirs, ours in zip(_columns(dataset), columns, strict=True) if ours not in left]
 
 
-def _of_answers(method: Reader) -> set[str]:
+def _answer_columns(method: Reader) -> set[str]:
     """Columns besides the format that say whether an answer of the data is the right one."""
     return {"label"} if method.rows.sampled else set()
 
@@ -270,31 +270,31 @@ def _undecoded(dataset: AnyDataset) -> Any:
             return datasets.List(plain(kind.feature))
         return {key: plain(value) for key, value in kind.items()} if isinstance(kind, dict) else kind
 
-    found = {column: plain(kind) for column, kind in (dataset.features or {}).items() if _holds(kind, datasets.Image)}
+    found = {column: plain(kind) for column, kind in (dataset.features or {}).items() if _contains_type(kind, datasets.Image)}
     return dataset.cast(datasets.Features(dataset.features | found)) if found else dataset
 
 
-def _refuse_pictures(dataset: AnyDataset, columns: list[str], form: str) -> None:
+def _check_no_images(dataset: AnyDataset, columns: list[str], form: str) -> None:
     """Raises InputError where the first rows have pictures, which are not trained on, next to their text."""
-    for column in column_inference.PICTURES & {*(unread(columns, form) if "_ids" not in form else ())}:
+    for column in column_inference.IMAGE_COLUMNS & {*(unread_columns(columns, form) if "_ids" not in form else ())}:
         alone = dataset.select_columns([column])
         kind = (dataset.features or {}).get(column)
-        if _holds(kind, datasets.Image):  # as files or bytes: nothing is decoded
+        if _contains_type(kind, datasets.Image):  # as files or bytes: nothing is decoded
             plain: Any = datasets.Image(decode=False)
             alone = alone.cast_column(column, plain if isinstance(kind, datasets.Image) else datasets.List(plain))
-        if problem := column_inference.picture_problem(list(islice(alone, _FIRST)), [column]):
+        if problem := column_inference.image_problem(list(islice(alone, _PROBED_ROWS)), [column]):
             raise InputError(problem)
 
 
-def _refuse_lost_prompt(dataset: AnyDataset, columns: list[str], form: str, name: str) -> None:
+def _check_unread_prompt(dataset: AnyDataset, columns: list[str], form: str, name: str) -> None:
     """Raises InputError where the format has no prompt and a column that is not read says what was asked; beside a
     prompt such a column is warned of.
     """
-    aside = unread(columns, form)
+    aside = unread_columns(columns, form)
     # where no name is suspicious no row is read, which a stream would have to read twice
     problem = (
-        column_inference.prompt_problem(list(islice(dataset, _FIRST)), aside, form)
-        if column_inference.asked(aside)
+        column_inference.prompt_problem(list(islice(dataset, _PROBED_ROWS)), aside, form)
+        if column_inference.prompt_like_columns(aside)
         else None
     )
     if problem and "prompt" not in form:
@@ -303,7 +303,7 @@ def _refuse_lost_prompt(dataset: AnyDataset, columns: list[str], form: str, name
         logger.warning("%s: %s", name, problem)
 
 
-def notes(
+def collect_notes(
     dataset: AnyDataset,
     method: Reader,
     config: Any,
@@ -313,23 +313,23 @@ def notes(
     """What is given and not used, or used in another way than many expect: lines, with the level they are logged at.
     facts: FACTS of the examples, where they are known.
     """
-    dataset, columns, form = _opened(dataset, method, config)
-    sees = read_by(tokenizer) is not None
+    dataset, columns, form = _open(dataset, method, config)
+    sees = get_image_reader(tokenizer) is not None
     found = {}
-    for column in (column for column in columns if column not in unread(columns, form)):
-        if _holds((dataset.features or {}).get(column), datasets.Json, inside=True):
+    for column in (column for column in columns if column not in unread_columns(columns, form)):
+        if _contains_type((dataset.features or {}).get(column), datasets.Json, inside=True):
             remedy = "write tools and the arguments of calls as JSON text"
             problem = "has values of several types, of which the text '1' is read as 1"
             found[f"column {column!r} {problem}: {remedy}"] = logging.INFO
         written = isinstance(dataset, datasets.Dataset) and isinstance(dataset.features[column], JsonValue)
-        if written and any(map(holds_null, islice(dataset[column], 1000))):
+        if written and any(map(has_nested_null, islice(dataset[column], 1000))):
             why = "a file that Arrow or pandas wrote has them for the keys of other rows: take them out there"
             found[f"column {column!r} has nulls inside calls or tools, which are trained; {why}"] = logging.WARNING
-    used = {"index", "prompt_key", *ADDED} - {*PICTURES} | columns_for_teacher(config, columns) | _of_answers(method)
-    used |= {*PICTURES} if sees else set()
-    if aside := [column for column in unread(columns, form) if column not in used]:
-        found[f"read as {form}; columns not read: {named(aside)}"] = logging.INFO
-    for column, meant in column_inference.misspelt_aside(aside, columns, form, method).items():
+    used = {"index", "prompt_key", *ADDED_COLUMNS} - {*IMAGE_COLUMNS} | raw_teacher_columns(config, columns) | _answer_columns(method)
+    used |= {*IMAGE_COLUMNS} if sees else set()
+    if aside := [column for column in unread_columns(columns, form) if column not in used]:
+        found[f"read as {form}; columns not read: {join_names(aside)}"] = logging.INFO
+    for column, meant in column_inference.misspelt_columns(aside, columns, form, method).items():
         mend = f"did you mean {meant!r}? (columns: {{{meant}: {column}}})"
         found[f"column {column!r} is not read: {mend}"] = logging.WARNING
     if tokenizer.chat_template and "_ids" not in form and form != "messages" and _is_plain(facts, form):
@@ -350,7 +350,7 @@ def notes(
     counted = counted.assign(what=counted.what.str.split(", ")).explode("what").groupby("what").n.sum()
     if told := ", ".join(f"{what} (in {n} example{'s' * (n != 1)})" for what, n in counted.items() if what):
         found[f"the chat template makes no use of: {told}"] = logging.WARNING
-    if others := int((facts.state & OTHERS > 0).sum()):
+    if others := int((facts.state & OTHER_ROLES > 0).sum()):
         problem = "examples have turns of users or tools inside an answer, which count as a part of it, as in TRL"
         found[f"{others} {problem}{alone or '; give each row a prompt of all turns but the last'}"] = logging.WARNING
     return found
@@ -361,20 +361,20 @@ def _is_plain(facts: pd.DataFrame | None, form: str) -> bool:
     return form == "text" if facts is None else not (facts.state & CHAT).any()
 
 
-def filled_by_arrow(dataset: AnyDataset) -> list[str]:
+def null_filled_columns(dataset: AnyDataset) -> list[str]:
     """The columns in which Arrow has given all mappings the same keys, None where a row had no such key."""
-    return [column for column, kind in (dataset.features or {}).items() if _holds(kind, dict)]
+    return [column for column, kind in (dataset.features or {}).items() if _contains_type(kind, dict)]
 
 
-def without_filled(values: Mapping[str, Any], filled: Sequence[str]) -> dict[str, Any]:
+def drop_null_fields(values: Mapping[str, Any], filled: Sequence[str]) -> dict[str, Any]:
     """A row, or a batch of columns, without those keys."""
     return {column: without_none(value) if column in filled else value for column, value in values.items()}
 
 
-def _holds(kind: Any, wanted: type, inside: bool = False) -> bool:
+def _contains_type(kind: Any, wanted: type, inside: bool = False) -> bool:
     """Is a type of a column, or one inside it, a `wanted` one? inside: the column's own does not count."""
     parts = [kind.feature] if isinstance(kind, datasets.List) else kind.values() if isinstance(kind, dict) else []
-    return (isinstance(kind, wanted) and not inside) or any(_holds(part, wanted) for part in parts)
+    return (isinstance(kind, wanted) and not inside) or any(_contains_type(part, wanted) for part in parts)
 
 
 def _is_mixed(dataset: datasets.Dataset, column: str) -> bool:
@@ -386,7 +386,7 @@ def _is_mixed(dataset: datasets.Dataset, column: str) -> bool:
     return any(isinstance(fields.get(key), datasets.Json) for key in ("content", "value"))
 
 
-def plan_for(form: str, method: Reader, tokenizer: PreTrainedTokenizerBase, config: Any, name: str) -> Plan:
+def build_plan(form: str, method: Reader, tokenizer: PreTrainedTokenizerBase, config: Any, name: str) -> Plan:
     """What rows of this form become. Raises InputError for options that do not go with it."""
 
     def option(key: str) -> Any:
@@ -408,13 +408,13 @@ def plan_for(form: str, method: Reader, tokenizer: PreTrainedTokenizerBase, conf
         lacking = "apply_chat_template needs a chat template, the tokenizer has none"
         raise InputError(f"{lacking}: drop it, or set model.chat_template (--chat_template of commands)")
     if assistant_only and is_ids:
-        raise InputError(f"{ASKED} needs messages, the data has {form}: give it a completion_mask")
+        raise InputError(f"{MASK_OPTIONS} needs messages, the data has {form}: give it a completion_mask")
     if assistant_only and not tokenizer.is_fast:
         slow = f"{type(tokenizer).__name__} does not say which characters a token stands for"
-        raise InputError(f"{ASKED} needs a fast tokenizer: {slow}")
+        raise InputError(f"{MASK_OPTIONS} needs a fast tokenizer: {slow}")
     if method.rows.sampled and max_length:
         max_length -= option("max_completion_length") or 0
-    reader = read_by(tokenizer)
+    reader = get_image_reader(tokenizer)
     return Plan(
         method.name,
         method.rows,
@@ -431,7 +431,7 @@ def plan_for(form: str, method: Reader, tokenizer: PreTrainedTokenizerBase, conf
         image_ids=tuple(reader.token_ids) if reader else (),
         image_folder=option("image_folder"),
         reasoning=option("reasoning"),
-        asked=bool(option("keep_asked")),
+        keep_prompt=bool(option("keep_asked")),
     )
 
 
@@ -441,8 +441,8 @@ def tokenise(
     """A batch of raw rows -> columns of ids, and FACTS. rows: their numbers. filled: columns with keys that are None
     where Arrow has put them.
     """
-    batch = without_filled(batch, filled)
-    reader = read_by(tokenizer)
+    batch = drop_null_fields(batch, filled)
+    reader = get_image_reader(tokenizer)
     # 1. raw rows -> samples, of which a row may give two; `origin` has the row of each
     samples = []
     origin = []
@@ -451,20 +451,20 @@ def tokenise(
         given = dict(zip(batch, values, strict=True))
         with error_context(f"{plan.name}, row {row}"):
             found = read(given, plan)
-            if reader and found[0].pictures:
-                texts = tuple(map(reader.expansion, found[0].pictures))
+            if reader and found[0].images:
+                texts = tuple(map(reader.expansion, found[0].images))
                 found = [sample._replace(expansions=texts) for sample in found]
         samples += found
         origin += [row] * len(found)
         raw += [given] * len(found)
     # 2. samples -> ids, of the whole batch together
-    kinds = [kind_of(sample, plan) for sample in samples]
-    more = teachers_prompts(raw, samples, origin, tokenizer, plan, plan.teacher) if plan.teacher else {}
-    if plan.asked:
-        more["asked"] = [_asked(sample, plan) for sample in samples]
+    kinds = [state_bits(sample, plan) for sample in samples]
+    more = teacher_columns(raw, samples, origin, tokenizer, plan, plan.teacher) if plan.teacher else {}
+    if plan.keep_prompt:
+        more["asked"] = [_prompt_as_json(sample, plan) for sample in samples]
     if "_ids" not in plan.form:
         if rows[0] == 0:
-            refuse_misread(batch, samples, plan, tokenizer)
+            check_misread(batch, samples, plan, tokenizer)
         samples = encode(samples, origin, tokenizer, plan)
     examples = []
     unknown = tokenizer.unk_token_id
@@ -473,12 +473,12 @@ def tokenise(
     # 3. cut each to size, and note what the audit will count
     for row, sample, kind in zip(origin, samples, kinds, strict=True):
         with error_context(f"{plan.name}, row {row}"):
-            whole = context(sample, plan)
+            whole = with_context(sample, plan)
             # where a prompt is trained too, it still gives way to its answer
-            first, cut = fit(sample, plan) if plan.completion_only is False and sample.prompt else (sample, 0)
-            kept, state = fit(context(first, plan), plan)
+            first, cut = truncate(sample, plan) if plan.completion_only is False and sample.prompt else (sample, 0)
+            kept, state = truncate(with_context(first, plan), plan)
             if reader and not state & NO_TARGET:
-                kept = _with_its_pictures(kept, reader)
+                kept = _keep_complete_images(kept, reader)
         branches = kept.branches or [[]]
         trained = sum(kept.mask) if kept.mask is not None else max(map(len, branches))
         compared = [[]] if plan.rows.sampled else whole.branches
@@ -488,22 +488,22 @@ def tokenise(
                 **dict(zip(plan.rows.answers, branches, strict=True)),
                 "completion_mask": kept.mask,
                 "label": kept.label,
-                "prompt_key": prompt_key(whole.prompt, whole.pictures),
+                "prompt_key": prompt_key(whole.prompt, whole.images),
                 "row": row,
-                "state": state | cut & CUT | kind,
+                "state": state | cut & TRUNCATED | kind,
                 "unknown": unknown is not None and any(unknown in ids for ids in (kept.prompt, *branches)),
                 "unread": ", ".join(kept.unread),
                 "uncut": len(whole.prompt) + max(map(len, compared)),
                 "trained": 0 if plan.rows.sampled else trained,
-                "keys": [prompt_key([*whole.prompt, -1, *branch], whole.pictures) for branch in compared],
-                "images": list(kept.pictures),
+                "keys": [prompt_key([*whole.prompt, -1, *branch], whole.images) for branch in compared],
+                "images": list(kept.images),
             }
         )
     columns = (*plan.rows.columns, *FACTS, *(["images"] if reader else []))
     return {column: [example[column] for example in examples] for column in columns} | more
 
 
-def _asked(sample: Sample, plan: Plan) -> str:
+def _prompt_as_json(sample: Sample, plan: Plan) -> str:
     """The prompt as it stands in the data, as JSON, with what its template is given; of ids there is no more than they
     are.
     """
@@ -512,21 +512,21 @@ def _asked(sample: Sample, plan: Plan) -> str:
     return json.dumps({"prompt": prompt} | {name: value for name, value in given.items() if value}, ensure_ascii=False)
 
 
-def _with_its_pictures(sample: Sample, reader: ImageReader) -> Sample:
+def _keep_complete_images(sample: Sample, reader: ImageReader) -> Sample:
     """The sample up to its last trained token, with the pictures that stand before it. Raises InputError where ids have
     other tokens for features than its pictures bring: a text may hold such a token.
     """
     if sample.mask:
         end = len(sample.mask) - sample.mask[::-1].index(1)
         sample = sample._replace(branches=[sample.branches[0][:end]], mask=sample.mask[:end])
-    counts = [*map(reader.features, sample.expansions)] or reader.counts(sample.pictures)
+    counts = [*map(reader.count_features, sample.expansions)] or reader.feature_counts(sample.images)
     for branch in sample.branches or [[]]:
-        held = reader.places([*sample.prompt, *branch])
-        counts = counts[: fitting(counts, held)] if sample.mask else counts
+        held = reader.count_feature_tokens([*sample.prompt, *branch])
+        counts = counts[: count_complete_images(counts, held)] if sample.mask else counts
         if held != sum(counts):
             problem = f"its tokens have {held} places for features of pictures, and its pictures bring {sum(counts)}"
             raise InputError(f"{problem}: take the token of pictures out of the text")
-    return sample._replace(pictures=sample.pictures[: len(counts)])
+    return sample._replace(images=sample.images[: len(counts)])
 
 
 def prompt_key(ids: Sequence[int], pictures: Sequence[Mapping[str, Any]] = ()) -> int:
@@ -539,12 +539,12 @@ def prompt_key(ids: Sequence[int], pictures: Sequence[Mapping[str, Any]] = ()) -
 
 def _keep_streamed(state: int, row: int, unread: str, name: str, told: set[str]) -> bool:
     if state & NO_TARGET:
-        why = "max_length would cut its pictures" if state & PICTURE_CUT else "no trained token left"
+        why = "max_length would cut its pictures" if state & IMAGE_TRUNCATED else "no trained token left"
         logger.warning("%s: row %d dropped (%s)", name, row, why)
-    elif state & CUT and "truncated" not in told:
+    elif state & TRUNCATED and "truncated" not in told:
         told.add("truncated")
         logger.warning("%s: row %d is truncated to max_length, and others of this stream may be", name, row)
-    for what in {*filter(None, unread.split(", "))} - told:
+    for what in {*filter(None, unread_columns.split(", "))} - told:
         told.add(what)
         said = "%s: the chat template makes no use of: %s (row %d of this stream, and maybe others)"
         logger.warning(said, name, what, row)

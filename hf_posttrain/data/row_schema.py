@@ -1,4 +1,4 @@
-"""The kinds of rows that methods train on: their columns once prepared, and the raw columns they come from."""
+"""Kinds of rows that methods train on: the columns of prepared rows, and the formats that they are made from."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,40 +9,43 @@ from ..errors import InputError
 
 @dataclass(frozen=True)
 class RowKind:
-    """What prepared rows of a kind hold, besides `index`, the number of the row."""
+    """Columns of prepared rows, in addition to `index` (the number of the row), and the formats of raw rows.
 
-    columns: tuple[str, ...]  # of prepared rows: ids of the prompt, ids of each answer, then what else there is
-    formats: tuple[str, ...]  # that such rows are made from, in order of preference: raw columns, joined by " + "
-    needs_prompt: bool = True  # has each row a prompt? Otherwise the first token of a lone text takes its place
-    sampled: bool = False  # are answers sampled while training, so that a row needs none?
+    The fingerprints of cached rows depend on the names and values of these fields.
+    """
+
+    columns: tuple[str, ...]  # of prepared rows: ids of the prompt, ids of each answer, then other columns
+    formats: tuple[str, ...]  # of raw rows, in order of preference: column names joined by " + "
+    needs_prompt: bool = True  # whether each row has a prompt; otherwise the first token of a text serves as one
+    sampled: bool = False  # whether answers are sampled during training, so that rows need none
 
     @property
     def answers(self) -> tuple[str, ...]:
-        """The columns with the ids of an answer."""
+        """Names of the columns with ids of an answer."""
         return tuple(name for name in self.columns if name.endswith("_ids") and name != "prompt_ids")
 
     @property
     def paired(self) -> bool:
-        """Has each row two answers, the better one first?"""
+        """Return whether each row has two answers, the better one first."""
         return len(self.answers) == 2
 
     @property
     def labelled(self) -> bool:
-        """Is each answer labelled good or bad?"""
+        """Return whether each answer has a label, good or bad."""
         return "label" in self.columns
 
     @property
     def masked(self) -> bool:
-        """Does a mask say which tokens of the answer are trained?"""
+        """Return whether a mask selects the tokens of the answer that are trained."""
         return "completion_mask" in self.columns
 
 
 OPTIONAL_COLUMNS = {"system", "tools", "input", "chat_template_kwargs"}
-"""Raw columns that a row may have or lack."""
+"""Raw columns that each row may have or lack."""
 
 
 class Reader(Protocol):
-    """What reads rows: a row of the table of methods."""
+    """The name of a method, or of another consumer of rows, and the kind of rows that it reads."""
 
     @property
     def name(self) -> str: ...
@@ -82,18 +85,28 @@ PROMPTS = RowKind(
 def class_weights(
     desirable: float | str, undesirable: float | str, labels: Sequence[bool] | None
 ) -> tuple[float, float]:
-    """Weights of labelled rows with `auto` resolved: the rarer class is raised until both weigh the same in total.
+    """Return the weights of the two classes of labelled rows, with `auto` resolved.
 
-    Without labels, auto is 1. Raises InputError for auto on labels of one class.
+    `auto` raises the weight of the rarer class until both classes have the same total weight.
+
+    Args:
+        desirable: Weight of rows that are labelled true, or "auto".
+        undesirable: Weight of rows that are labelled false, or "auto".
+        labels: The labels. Without labels (None), `auto` is 1.
+
+    Raises:
+        InputError: If a weight is `auto` and all labels are the same.
     """
-    known = [1.0 if weight == "auto" else float(weight) for weight in (desirable, undesirable)]
+    weights = [1.0 if weight == "auto" else float(weight) for weight in (desirable, undesirable)]
     if labels is None or "auto" not in (desirable, undesirable):
-        return known[0], known[1]
-    good = sum(labels)
-    counts = good, len(labels) - good
+        return weights[0], weights[1]
+    positives = sum(labels)
+    counts = positives, len(labels) - positives
     if not all(counts):
-        raise InputError(f"class weight auto needs both labels, the data has {good} desirable of {len(labels)} rows")
-    for one, other, weight in ((0, 1, desirable), (1, 0, undesirable)):
+        raise InputError(
+            f"class weight `auto` requires rows of both labels, and {positives} of {len(labels)} rows are labelled true"
+        )
+    for this, other, weight in ((0, 1, desirable), (1, 0, undesirable)):
         if weight == "auto":
-            known[one] = max(1.0, known[other] * counts[other] / counts[one])
-    return known[0], known[1]
+            weights[this] = max(1.0, weights[other] * counts[other] / counts[this])
+    return weights[0], weights[1]

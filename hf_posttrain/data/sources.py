@@ -11,14 +11,14 @@ from typing import Any
 import datasets
 import numpy as np
 
-from ..errors import InputError, error_context, named, nearest
-from .files import EXTENSIONS, extension, source_problem, with_home
-from .formats import our_name, renamed
+from ..errors import InputError, error_context, join_names, name_hint
+from .files import EXTENSIONS, extension, source_problem, expand_home
+from .formats import canonical_name, rename_columns
 from .json_rows import JsonValue, RowFiles
-from .row_schema import OPTIONAL
+from .row_schema import OPTIONAL_COLUMNS
 
 logger = logging.getLogger(__package__)
-_ABOUT = ("dataset_info.json", "dataset_infos.json", "config.json")  # of a data set, without rows
+_METADATA_FILES = ("dataset_info.json", "dataset_infos.json", "config.json")  # of a data set, without rows
 
 
 def load(
@@ -27,7 +27,7 @@ def load(
     """One data set from a source or a list of them: objects with path, name, split, columns, limit, weight, streaming.
 
     A source of weight w counts w times (repeated, or a seeded sample of it); streams are interleaved by weight.
-    columns_read: the columns of a source that training reads; sources that are mixed have the same, but for OPTIONAL
+    columns_read: the columns of a source that training reads; sources that are mixed have the same, but for OPTIONAL_COLUMNS
     ones, and what else they have is left out. Raises InputError for what cannot be read, naming `what`, the path and,
     for malformed JSON, the line, and for sources that cannot be mixed: columns that differ, or streams with others.
     """
@@ -44,29 +44,29 @@ def load(
             raise InputError(f"weight is a stream's share among others: {streams[0]} is alone, leave it out")
         parts = [_load_one(source) for source in sources]
         if len(parts) > 1:
-            return _mixed(parts, sources, columns_read)
-        return parts[0] if streams else _times(parts[0], sources[0])
+            return _mix(parts, sources, columns_read)
+        return parts[0] if streams else _apply_weight(parts[0], sources[0])
 
 
-def _mixed(parts: list, sources: list, columns_read: Callable[[Any, str], list[str]] | None) -> Any:
-    """The rows of several sources as one data set, with the columns that all of them have and OPTIONAL ones."""
+def _mix(parts: list, sources: list, columns_read: Callable[[Any, str], list[str]] | None) -> Any:
+    """The rows of several sources as one data set, with the columns that all of them have and OPTIONAL_COLUMNS ones."""
     streams = bool(sources[0].streaming)
     wanted = None
     paths = ", ".join(source.path for source in sources)
     if columns_read:
         # `messages` may be `conversations` in another
-        parts = [renamed(part, {c: our_name(c, part.column_names) for c in part.column_names}) for part in parts]
-        wanted = _agreed_columns(parts, sources, columns_read)
+        parts = [rename_columns(part, {c: canonical_name(c, part.column_names) for c in part.column_names}) for part in parts]
+        wanted = _common_columns(parts, sources, columns_read)
     columns = dict.fromkeys(column for part in parts for column in part.column_names)
     shared = [c for c in columns if all(c in part.column_names for part in parts) and (not wanted or c in wanted)]
     if not shared:
         raise InputError("the sources share no column; rename with `columns`")
-    kept = {*shared, *(OPTIONAL & {*columns})}
+    kept = {*shared, *(OPTIONAL_COLUMNS & {*columns})}
     if streams and {*shared} < kept:
         problem = "must be a column of all sources that are streams, or of none"
-        raise InputError(f"{named(sorted(kept - {*shared}))} {problem}")
+        raise InputError(f"{join_names(sorted(kept - {*shared}))} {problem}")
     if aside := [column for column in columns if column not in kept]:
-        logger.info("%s: not all sources have these columns, which are not read: %s", paths, named(aside))
+        logger.info("%s: not all sources have these columns, which are not read: %s", paths, join_names(aside))
     # a column that one source keeps as JSON is kept so in all of them, but for text; pandas writes large_string
     written = {c for part in parts for c, kind in part.features.items() if isinstance(kind, JsonValue)}
     text = datasets.Value("string"), datasets.Value("large_string")
@@ -76,7 +76,7 @@ def _mixed(parts: list, sources: list, columns_read: Callable[[Any, str], list[s
             c: text[0] if kind in text else JsonValue() if c in written else kind for c, kind in part.features.items()
         }
         part = part if kinds == part.features else part.cast(datasets.Features(kinds))
-        parts[n] = part if streams else _times(part, source)
+        parts[n] = part if streams else _apply_weight(part, source)
     try:
         if not streams:
             return datasets.concatenate_datasets(parts)
@@ -88,22 +88,22 @@ def _mixed(parts: list, sources: list, columns_read: Callable[[Any, str], list[s
         raise InputError(f"the columns of {paths} are not of the same types: {error}") from error
 
 
-def _agreed_columns(parts: list, sources: list, columns_read: Callable[[Any, str], list[str]]) -> set[str]:
-    """The columns that all sources are read from, and the OPTIONAL ones. Raises InputError where they differ."""
+def _common_columns(parts: list, sources: list, columns_read: Callable[[Any, str], list[str]]) -> set[str]:
+    """The columns that all sources are read from, and the OPTIONAL_COLUMNS ones. Raises InputError where they differ."""
     read = []
     for part, source in zip(parts, sources, strict=True):
         with error_context(source.path):
-            read.append({*columns_read(part, source.path)} - OPTIONAL)
+            read.append({*columns_read(part, source.path)} - OPTIONAL_COLUMNS)
         if read[-1] != read[0]:
-            found = f"{sources[0].path} is read from {named(sorted(read[0]))}, {source.path} from"
+            found = f"{sources[0].path} is read from {join_names(sorted(read[0]))}, {source.path} from"
             raise InputError(
-                f"{found} {named(sorted(read[-1]))}: sources are mixed where they have the same columns; rename with "
+                f"{found} {join_names(sorted(read[-1]))}: sources are mixed where they have the same columns; rename with "
                 "`columns`, or write the rows of one in the other's format"
             )
-    return read[0] | OPTIONAL
+    return read[0] | OPTIONAL_COLUMNS
 
 
-def _times(rows: datasets.Dataset, source: Any) -> datasets.Dataset:
+def _apply_weight(rows: datasets.Dataset, source: Any) -> datasets.Dataset:
     """Whole copies of the rows, then a random sample of them without repeats, always the same."""
     if source.weight == 1:
         return rows
@@ -117,7 +117,7 @@ def _times(rows: datasets.Dataset, source: Any) -> datasets.Dataset:
 
 def _load_one(source: Any) -> datasets.Dataset | datasets.IterableDataset:
     """The rows of one source, with our names for its columns."""
-    path = with_home(source.path)
+    path = expand_home(source.path)
     try:
         rows = _read(path, source)
     except Exception as error:
@@ -137,18 +137,18 @@ def _load_one(source: Any) -> datasets.Dataset | datasets.IterableDataset:
         if twice := [other for other in columns if other != ours and columns[other] == theirs]:
             raise InputError(f"{source.path}: column {theirs!r} is for {ours!r} and for {twice[0]!r}: it can be one")
         if theirs not in there:
-            near = nearest(theirs, {*there} - {*columns.values()}, listed=False, aside=True)
-            raise InputError(f"{source.path}: no column {theirs!r} for {ours!r}{near}; there are {named(there)}")
+            near = name_hint(theirs, {*there} - {*columns.values()}, list_valid=False, in_brackets=True)
+            raise InputError(f"{source.path}: no column {theirs!r} for {ours!r}{near}; there are {join_names(there)}")
     if replaced := [ours for ours in columns if ours in there and ours not in columns.values()]:
-        logger.info("%s: columns %s, which others replace, are not read", source.path, named(replaced))
+        logger.info("%s: columns %s, which others replace, are not read", source.path, join_names(replaced))
         rows = rows.remove_columns(replaced)
-    rows = renamed(rows, {theirs: ours for ours, theirs in columns.items()})
+    rows = rename_columns(rows, {theirs: ours for ours, theirs in columns.items()})
     if source.limit is None:
         return rows
     return rows.take(source.limit) if source.streaming else rows.select(range(min(source.limit, len(rows))))
 
 
-def _refuse_split(split: str, known: str, what: str) -> None:
+def _check_split(split: str, known: str, what: str) -> None:
     """Raises InputError for a split that rows without splits do not have: all of them are "train"."""
     if not {part.partition("[")[0].strip() for part in split.split("+")} <= {"train", known}:
         raise InputError(f"{what}, without a split {split!r}: set split: train, or a part of it, such as train[90%:]")
@@ -165,7 +165,7 @@ def _read(path: Path, source: Any) -> Any:
     if saved_here:
         saved = datasets.load_from_disk(str(path))
         if not isinstance(saved, dict):
-            _refuse_split(split, str(saved.split or "train"), "it is one saved data set")
+            _check_split(split, str(saved.split or "train"), "it is one saved data set")
         splits = saved if isinstance(saved, dict) else {split.partition("[")[0]: saved}
         lengths = {name: len(rows) for name, rows in splits.items()}
         parts = []
@@ -177,7 +177,7 @@ def _read(path: Path, source: Any) -> Any:
         return rows.to_iterable_dataset() if streaming else rows
     # 2. a file, a folder or a name on the hub
     if path.is_file():
-        _refuse_split(split, "train", "it is one file")
+        _check_split(split, "train", "it is one file")
         given = {"data_files": {"train": glob.escape(str(path))}}  # which may have brackets in its name
         builder = (
             datasets.load_dataset_builder("parquet", **given) if extension(path) == ".parquet" else RowFiles(**given)
@@ -186,7 +186,7 @@ def _read(path: Path, source: Any) -> Any:
         builder = datasets.load_dataset_builder(str(path) if path.is_dir() else source.path, name=source.name)
     if path.is_dir():
         files = builder.config.data_files
-        _refuse_passed_over(path, files, split)
+        _check_unread_files(path, files, split)
         if {extension(Path(file)) for file in chain(*files.values())} <= {*EXTENSIONS} - {".parquet"}:
             builder = RowFiles(data_files=files)
     if not streaming:
@@ -197,7 +197,7 @@ def _read(path: Path, source: Any) -> Any:
     return rows._resolve_features() if rows.column_names is None else rows
 
 
-def _refuse_passed_over(folder: Path, files: Mapping[Any, list[str]], split: str) -> None:
+def _check_unread_files(folder: Path, files: Mapping[Any, list[str]], split: str) -> None:
     """Raises InputError for files of a folder that are none of its splits' `files`; names those of other splits."""
     card = folder / "README.md"  # it may say itself which files belong to a split
     if card.is_file() and "data_files:" in card.read_text(encoding="utf-8", errors="replace"):
@@ -208,12 +208,12 @@ def _refuse_passed_over(folder: Path, files: Mapping[Any, list[str]], split: str
     there = (
         file
         for file in there
-        if not any(part.startswith((".", "__")) for part in file.parts) and file.name not in _ABOUT
+        if not any(part.startswith((".", "__")) for part in file.parts) and file.name not in _METADATA_FILES
     )
     if left := [str(file) for file in there if ((folder / file).parent.resolve(), file.name) not in picked]:
         raise InputError(
-            f"{named(sorted(left))} would not be read: a folder has files of one kind, "
+            f"{join_names(sorted(left))} would not be read: a folder has files of one kind, "
             "all or none of them named for splits, as train and test; rename or move them, or list sources"
         )
     if others := [Path(file).name for name, found in files.items() if str(name) not in split for file in found]:
-        logger.info("%s: files of other splits than %s, which are not read: %s", folder, split, named(others))
+        logger.info("%s: files of other splits than %s, which are not read: %s", folder, split, join_names(others))

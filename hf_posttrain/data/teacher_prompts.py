@@ -12,11 +12,11 @@ from jinja2 import StrictUndefined, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers import PreTrainedTokenizerBase
 
-from ..errors import InputError, error_context, named, nearest, shown
+from ..errors import InputError, error_context, join_names, name_hint, short_repr
 from .formats import Sample
 from .messages import check_unicode
 
-COLUMNS = ("teacher", "teacher_prompt_ids")
+TEACHER_COLUMNS = ("teacher", "teacher_prompt_ids")
 """Of prepared rows: a name; and ids, none where the teacher reads the student's own prompt."""
 
 
@@ -28,20 +28,20 @@ class TeacherPlan(NamedTuple):
     tokenizers: Mapping[str, PreTrainedTokenizerBase]  # name (or "") -> that of a teacher with its own
 
 
-def teacher_plan(config: Any) -> TeacherPlan | None:
+def build_teacher_plan(config: Any) -> TeacherPlan | None:
     """What a Config asks of rows, if anything."""
     options = getattr(config, "teacher", None)
     if options is None:
         return None
     names = tuple(options.names or ())
-    prompts = by_name(options.prompt)
-    tokenizers = by_name(options.tokenizer)
+    prompts = by_teacher(options.prompt)
+    tokenizers = by_teacher(options.tokenizer)
     if not (names or prompts or tokenizers):
         return None
     return TeacherPlan(names, prompts, {name: _tokenizer(path) for name, path in tokenizers.items()})
 
 
-def by_name(given: object) -> dict[str, Any]:
+def by_teacher(given: object) -> dict[str, Any]:
     """What is given for one teacher, under "", or for several by name; {} of None."""
     if given is None:
         return {}
@@ -60,18 +60,18 @@ def _tokenizer(path: str) -> PreTrainedTokenizerBase:
         raise InputError(f"teacher.tokenizer: {path} has no tokenizer that can be read: {first}") from error
 
 
-def columns_for_teacher(config: Any, columns: Sequence[str]) -> set[str]:
+def raw_teacher_columns(config: Any, columns: Sequence[str]) -> set[str]:
     """Those of the raw columns that are read for teachers."""
-    plan = teacher_plan(config)
+    plan = build_teacher_plan(config)
     if plan is None:
         return set()
-    wanted = {*COLUMNS} if plan.names else {COLUMNS[1]}
+    wanted = {*TEACHER_COLUMNS} if plan.names else {TEACHER_COLUMNS[1]}
     for template in plan.prompts.values():
         wanted |= meta.find_undeclared_variables(_environment().parse(template))
     return wanted & {*columns}
 
 
-def read_teacher(row: Mapping[str, Any], plan: TeacherPlan) -> str:
+def read_teacher_name(row: Mapping[str, Any], plan: TeacherPlan) -> str:
     """The name of a row's teacher. Raises InputError where several are named and the row names none of them."""
     if not plan.names:
         return ""
@@ -79,11 +79,11 @@ def read_teacher(row: Mapping[str, Any], plan: TeacherPlan) -> str:
     if name is None:
         raise InputError(f"column 'teacher': missing or null, and each row names one of {', '.join(plan.names)}")
     if name not in plan.names:
-        raise InputError(f"column 'teacher': {shown(name)} is none of the teachers{nearest(str(name), plan.names)}")
+        raise InputError(f"column 'teacher': {short_repr(name)} is none of the teachers{name_hint(str(name), plan.names)}")
     return str(name)
 
 
-def for_teacher(row: Mapping[str, Any], sample: Sample, plan: TeacherPlan, teacher: str) -> Sample | None:
+def teacher_sample(row: Mapping[str, Any], sample: Sample, plan: TeacherPlan, teacher: str) -> Sample | None:
     """The raw sample of the prompt that a teacher reads; None where it is the student's own.
 
     Raises InputError where a template cannot be rendered, and for rows without a prompt.
@@ -97,11 +97,11 @@ def for_teacher(row: Mapping[str, Any], sample: Sample, plan: TeacherPlan, teach
     prompt = sample.prompt
     if template is not None:
         with error_context("teacher prompt"):
-            prompt = _filled(template, row, prompt)
+            prompt = _render_prompt(template, row, prompt)
     return sample._replace(prompt=prompt, branches=[], label=None, mask=None)
 
 
-def _filled(template: str, row: Mapping[str, Any], prompt: Any) -> Any:
+def _render_prompt(template: str, row: Mapping[str, Any], prompt: Any) -> Any:
     """The prompt with what the template writes in place of its text."""
     turn = None
     if not isinstance(prompt, str):
@@ -114,7 +114,7 @@ def _filled(template: str, row: Mapping[str, Any], prompt: Any) -> Any:
         given = {column: value for column, value in row.items() if value is not None}
         written = _environment().from_string(template).render({**given, "prompt": text})
     except Exception as error:  # a template is a program, and raises what it likes
-        known = named(column for column, value in row.items() if value is not None)
+        known = join_names(column for column, value in row.items() if value is not None)
         said = " ".join(str(error).split())[:300].rstrip(".")
         raise InputError(f"{said}; the row has {known}") from error
     if not written.strip():

@@ -1,14 +1,15 @@
-"""A chat template as Jinja reads it, without transformers, whose import is slow."""
+"""Analysis of a chat template's Jinja source, without transformers, whose import is slow."""
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-GENERATION = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")
-"""A tag around what assistants wrote, or its end: one that only transformers knows."""
+if TYPE_CHECKING:
+    from jinja2 import nodes
 
-
-_GIVEN = {
+GENERATION_TAG = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")
+"""The opening or closing tag around an assistant's text, which transformers adds to Jinja."""
+_BUILTIN_NAMES = {
     "messages",
     "tools",
     "documents",
@@ -20,38 +21,42 @@ _GIVEN = {
     "range",
     "dict",
 }
+"""Names that transformers and Jinja pass to every template."""
 
 
-def parsed(template: str) -> Any:
-    """The tree of a template. Raises TemplateSyntaxError."""
+def parse_template(template: str) -> "nodes.Template":
+    """Return the syntax tree of a template. Raises TemplateSyntaxError."""
     from jinja2 import Environment
 
-    return Environment(extensions=["jinja2.ext.loopcontrols"]).parse(GENERATION.sub("", template))
+    return Environment(extensions=["jinja2.ext.loopcontrols"]).parse(GENERATION_TAG.sub("", template))
 
 
-def named_in(template: str, names: Sequence[str]) -> str | None:
-    """The first of these names that a template reads as a key of something."""
+def first_key_read(template: str, names: Sequence[str]) -> str | None:
+    """Return the first of these names that a template reads as a key or attribute, or None."""
     from jinja2 import nodes
 
-    tree = parsed(template)
-    read = {node.attr for node in tree.find_all(nodes.Getattr)} | {node.value for node in tree.find_all(nodes.Const)}
-    return next((name for name in names if name in read), None)
+    tree = parse_template(template)
+    keys = {node.attr for node in tree.find_all(nodes.Getattr)} | {node.value for node in tree.find_all(nodes.Const)}
+    return next((name for name in names if name in keys), None)
 
 
-def switches(template: str) -> list[str]:
-    """What a template reads besides what transformers and Jinja give it, and the values that it sets itself."""
+def find_switches(template: str) -> list[str]:
+    """Return the names of the options that a template reads, such as `enable_thinking`.
+
+    These are the variables that neither transformers and Jinja nor the template itself define.
+    """
     from jinja2 import meta, nodes
 
-    tree = parsed(template)
-    own = {node.name for node in tree.find_all(nodes.Name) if node.ctx == "store"}
-    asked = {node.name for test in tree.find_all(nodes.Test) for node in test.find_all(nodes.Name)}
-    read = meta.find_undeclared_variables(tree) - (own - asked) - _GIVEN
-    return sorted(name for name in read if not name.endswith("_token"))
+    tree = parse_template(template)
+    assigned = {node.name for node in tree.find_all(nodes.Name) if node.ctx == "store"}
+    tested = {node.name for test in tree.find_all(nodes.Test) for node in test.find_all(nodes.Name)}
+    variables = meta.find_undeclared_variables(tree) - (assigned - tested) - _BUILTIN_NAMES
+    return sorted(name for name in variables if not name.endswith("_token"))
 
 
 def switch_problem(options: Mapping[str, Any]) -> str | None:
-    """What is wrong with options for a template of which one is a text that means a switch; None where none is."""
+    """Return the problem with template options if one of them is a truth value as text, otherwise None."""
     for name, value in options.items():
         if isinstance(value, str) and value.lower() in ("yes", "no", "on", "off", "true", "false"):
-            return f"{name}: {value!r} is a text, which templates take for true: write true or false"
+            return f"{name}: {value!r} is a string, which templates treat as true. Write true or false without quotes"
     return None

@@ -1,31 +1,37 @@
-"""What a chat template adds, drops and moves, found by rendering small conversations with it."""
+"""Report of the text that a chat template adds, drops and moves, found by rendering small conversations."""
 
 from collections.abc import Iterator
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from ..errors import InputError, named, shown
+from ..errors import InputError, join_names, short_repr
 from . import chat
 from .messages import Messages
-from .template import switches
+from .template import find_switches
 
 _USER, _SECOND, _ANSWER, _LATER, _SYSTEM, _THOUGHT, _ARGUMENT = (f"sentinel{n}" for n in range(7))
+_MERGE_SYSTEM = "Write their text at the beginning of the first user turn"
 
 
-def traps(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """What to know of a tokenizer's chat template, a line each."""
+def describe_template(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Return the properties of a tokenizer's chat template that affect training, one line each."""
     if not tokenizer.chat_template:
-        return ["it has none: messages want model.chat_template, and plain text is trained as it is"]
-    return [*_of_turns(tokenizer), *_of_reasoning(tokenizer), *_of_calls(tokenizer), *_of_text(tokenizer)]
+        return ["there is none. Messages require `model.chat_template`, and plain text is trained unchanged"]
+    return [
+        *_describe_turns(tokenizer),
+        *_describe_reasoning(tokenizer),
+        *_describe_calls(tokenizer),
+        *_describe_text(tokenizer),
+    ]
 
 
-def _turn(role: str, content: str, **more: Any) -> dict[str, Any]:
-    return {"role": role, "content": content, **more}
+def _turn(role: str, content: str, **keys: object) -> dict[str, Any]:
+    return {"role": role, "content": content, **keys}
 
 
-def _written(tokenizer: PreTrainedTokenizerBase, *turns: dict[str, Any]) -> str | None:
-    """What the template makes of turns; None: it refuses them."""
+def _render(tokenizer: PreTrainedTokenizerBase, *turns: dict[str, Any]) -> str | None:
+    """Return turns as the template renders them, or None if it rejects them."""
     messages: Messages = list(turns)
     try:
         return chat.ChatTemplate(tokenizer).render(messages)
@@ -33,86 +39,94 @@ def _written(tokenizer: PreTrainedTokenizerBase, *turns: dict[str, Any]) -> str 
         return None
 
 
-_TWO = _turn("user", _USER), _turn("assistant", _ANSWER), _turn("user", _SECOND), _turn("assistant", _LATER)
+_DIALOGUE = _turn("user", _USER), _turn("assistant", _ANSWER), _turn("user", _SECOND), _turn("assistant", _LATER)
 
 
-def _of_turns(tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
-    """BOS, ends, and system turns."""
-    text = _written(tokenizer, *_TWO)
-    if text is None or not all(turn["content"] in text for turn in _TWO):
-        yield "it refuses, or does not write, a conversation of two questions and two answers"
+def _describe_turns(tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+    """Yield properties of the BOS token, of the ends of turns, and of system turns."""
+    text = _render(tokenizer, *_DIALOGUE)
+    if text is None or not all(turn["content"] in text for turn in _DIALOGUE):
+        yield "it rejects, or does not write, a conversation of two questions and two answers"
         return
+
     before = text.partition(_USER)[0]
     bos = str(tokenizer.bos_token or "")
     if bos and before.startswith(bos):
-        role = "which opens turns as well" if bos in text.removeprefix(bos) else "which stands there once"
-        yield f"it writes the BOS {bos}, {role}"
+        position = "which also begins turns" if bos in text.removeprefix(bos) else "once"
+        yield f"it writes the BOS token {bos}, {position}"
         before = before.removeprefix(bos)
     end = chat.turn_end_id(tokenizer)
     eos = tokenizer.eos_token_id
     if end != eos:
-        yield f"a turn ends in {tokenizer.decode([end])}, a plain text in {tokenizer.eos_token}: both end an answer"
-    # what opens the second question opens the first one too; what stands before that is the template's own
-    opens = text.partition(_ANSWER)[2].partition(_SECOND)[0]
-    same = chat.shared_length(before[::-1], opens[::-1])
-    own = before[: len(before) - same]
-    opening = opens[len(opens) - same :]
+        end_token = tokenizer.decode([end])
+        yield f"a turn ends with {end_token}, and plain text with {tokenizer.eos_token}. Both end an answer"
+
+    # the first and the second question have the same opening; any text before the first opening is the template's
+    between = text.partition(_ANSWER)[2].partition(_SECOND)[0]
+    shared = chat.common_prefix_length(before[::-1], between[::-1])
+    default_text = before[: len(before) - shared]
+    opening = between[len(between) - shared :]
     for token in tokenizer.convert_ids_to_tokens(sorted(chat.special_ids(tokenizer))):
-        own = own.replace(token, "")
-    if any(letter.isalpha() for letter in own):
-        yield f"it begins with a text of its own where no system turn is given: {shown(own.strip())}"
-    ruled = _written(tokenizer, _turn("system", _SYSTEM), *_TWO)
-    if ruled is None:
-        yield "it refuses system turns: begin the first question with them"
-    elif _SYSTEM not in ruled:
-        yield "it drops system turns: begin the first question with them"
-    elif opening not in ruled.partition(_SYSTEM)[2].partition(_USER)[0]:
-        yield "a system turn becomes the beginning of the first question"
+        default_text = default_text.replace(token, "")
+    if any(letter.isalpha() for letter in default_text):
+        yield f"it writes a default text where there is no system turn: {short_repr(default_text.strip())}"
+
+    with_system = _render(tokenizer, _turn("system", _SYSTEM), *_DIALOGUE)
+    if with_system is None:
+        yield f"it rejects system turns. {_MERGE_SYSTEM}"
+    elif _SYSTEM not in with_system:
+        yield f"it drops system turns. {_MERGE_SYSTEM}"
+    elif opening not in with_system.partition(_SYSTEM)[2].partition(_USER)[0]:
+        yield "it writes a system turn at the beginning of the first user turn"
 
 
-def _of_reasoning(tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
-    """Where thoughts stand, and what becomes of those that are given or not."""
+def _describe_reasoning(tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+    """Yield the place of reasoning, and properties of turns with and without it."""
     key = chat.reasoning_key(tokenizer.get_chat_template())
     if key:
-        yield f"it reads reasoning as {key}: rows with another key or <think> tags want reasoning: keep"
+        yield f"it reads reasoning from the key {key}. Rows with another key or <think> tags require `reasoning: keep`"
     else:
-        yield "it reads no reasoning: reasoning: keep writes it in <think> tags"
-    given = {key: _THOUGHT} if key else {}
+        yield "it reads no reasoning. With `reasoning: keep`, reasoning is written in <think> tags"
+
+    keys = {key: _THOUGHT} if key else {}
     content = _LATER if key else f"<think>\n{_THOUGHT}\n</think>\n\n{_LATER}"
-    answer = _turn("assistant", content, **given)
-    earlier = _written(tokenizer, _TWO[0], answer, *_TWO[2:])
-    latest = _written(tokenizer, *_TWO[:3], answer)
-    places = ("earlier turns", earlier), ("the last turn", latest)
-    if dropped := [place for place, text in places if _THOUGHT not in (text or "")]:
-        yield f"it drops the reasoning of {named(dropped)}"
-    if "<think>" in (_written(tokenizer, *_TWO) or ""):
-        yield "it writes an empty thought into an answer that has none"
+    answer = _turn("assistant", content, **keys)
+    earlier = _render(tokenizer, _DIALOGUE[0], answer, *_DIALOGUE[2:])
+    latest = _render(tokenizer, *_DIALOGUE[:3], answer)
+    renderings = ("earlier turns", earlier), ("the last turn", latest)
+    if dropped := [place for place, text in renderings if _THOUGHT not in (text or "")]:
+        yield f"it drops the reasoning of {join_names(dropped)}"
+    if "<think>" in (_render(tokenizer, *_DIALOGUE) or ""):
+        yield "it writes an empty thought into answers without reasoning"
+
     try:
-        opened = chat.ChatTemplate(tokenizer).prompt_text(list(_TWO[:1])).rstrip()
+        prompt = chat.ChatTemplate(tokenizer).prompt_text(list(_DIALOGUE[:1])).rstrip()
     except InputError:
         return
-    if opened.endswith("<think>"):
-        yield "what is generated begins within a thought, and answers without reasoning do not continue that"
+    if prompt.endswith("<think>"):
+        yield "generation begins within a thought, which answers without reasoning do not continue"
 
 
-def _of_calls(tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
-    """Calls of tools."""
+def _describe_calls(tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+    """Yield a line if the template does not write tool calls."""
     function = {"name": "look_up", "arguments": {"x": _ARGUMENT}}
     call = {"id": "call00001", "type": "function", "function": function}
     result = _turn("tool", "done", name="look_up", tool_call_id="call00001")
-    text = _written(tokenizer, _TWO[0], _turn("assistant", "", tool_calls=[call]), result, _TWO[-1])
+    text = _render(tokenizer, _DIALOGUE[0], _turn("assistant", "", tool_calls=[call]), result, _DIALOGUE[-1])
     if text is None or _ARGUMENT not in text:
-        yield "it writes no calls of tools: rows that hold some are refused"
+        yield "it writes no tool calls. Rows with tool calls are rejected"
 
 
-def _of_text(tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
-    """White space, dates and switches."""
+def _describe_text(tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+    """Yield properties of white space, dates and options."""
     template = tokenizer.get_chat_template()
-    text = _written(tokenizer, _turn("user", f"\n{_USER} \n"), _turn("assistant", f"\n{_ANSWER} \n"))
-    cut = [role for role, part in (("questions", _USER), ("answers", _ANSWER)) if text and f"\n{part} \n" not in text]
-    if cut:
-        yield f"it cuts white space around {named(cut)}"
-    if dates := chat.on_the_day(template)[1]:
+    text = _render(tokenizer, _turn("user", f"\n{_USER} \n"), _turn("assistant", f"\n{_ANSWER} \n"))
+    stripped = [
+        role for role, part in (("questions", _USER), ("answers", _ANSWER)) if text and f"\n{part} \n" not in text
+    ]
+    if stripped:
+        yield f"it strips white space around {join_names(stripped)}"
+    if dates := chat.pin_date(template)[1]:
         yield f"it writes today's date, which is always {min(dates)} here"
-    if found := switches(template):
-        yield f"it has switches for chat_template_kwargs: {named(found)}"
+    if switches := find_switches(template):
+        yield f"it reads these options from `chat_template_kwargs`: {join_names(switches)}"

@@ -11,14 +11,14 @@ import yaml
 from accelerate.commands.config import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
 
-from ..errors import InputError, LaunchError, nearest
+from ..errors import InputError, LaunchError, name_hint
 
 _SECTIONS = {"fsdp_config": "FSDP", "deepspeed_config": "DEEPSPEED", "megatron_lm_config": "MEGATRON_LM"}
 """Section of a file for `accelerate launch` -> the distributed_type that reads it."""
 _PREFIXES = {"fsdp_config": "fsdp_", "fp8_config": "fp8_", "dynamo_config": "dynamo_"}
 """Section -> the prefix that Accelerate adds to a key that lacks it."""
 
-_DEEPSPEED = {
+_DEEPSPEED_KEYS = {
     "activation_checkpointing",
     "aio",
     "amp",
@@ -57,13 +57,13 @@ def check_accelerate_file(file: Path) -> None:
         load_config_from_file(str(file))
     except (OSError, yaml.YAMLError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise LaunchError(f"{file}: no accelerate config: {' '.join(str(error).split())}") from error
-    for problem in _problems_of_accelerate(given):
+    for problem in _accelerate_problems(given):
         raise LaunchError(f"{file}: {problem}")
     if theirs := (given.get("deepspeed_config") or {}).get("deepspeed_config_file"):
         check_deepspeed(theirs)
 
 
-def _problems_of_accelerate(given: Mapping[str, Any]) -> Iterator[str]:
+def _accelerate_problems(given: Mapping[str, Any]) -> Iterator[str]:
     """Yield what is wrong with the sections; Accelerate itself rejects unknown keys outside of them."""
     kind = str(given["distributed_type"]).upper()
     known = vars(launch_command_parser().parse_args(["script.py"]))
@@ -78,13 +78,13 @@ def _problems_of_accelerate(given: Mapping[str, Any]) -> Iterator[str]:
             argument = key if key.startswith(prefix) else prefix + key
             if argument not in known:
                 # the names of a section's keys, to suggest one of them
-                near = nearest(argument, [one for one in known if one.startswith(prefix)], listed=False)
+                near = name_hint(argument, [one for one in known if one.startswith(prefix)], list_valid=False)
                 if key == "amax_compute_algorithm":  # as `accelerate config` itself writes it
                     near = "; rename it to 'amax_compute_algo', which Accelerate reads"
                 yield f"{name}: Accelerate drops the unknown key {key!r}{near}"
 
 
-def launched_with() -> Path | None:
+def find_launch_config() -> Path | None:
     """Return the config file of the `accelerate launch` that started this process, where the system shows it."""
     if "ACCELERATE_MIXED_PRECISION" not in os.environ:
         return None
@@ -124,7 +124,7 @@ def check_deepspeed(given: object) -> None:
     values = (value for name, value in vars(constants).items() if name.isupper())
     fields = DeepSpeedZeroConfig.model_fields
     of_zero = {"zero", "zero_stage", *fields, *(field.alias for field in fields.values())}
-    known = _DEEPSPEED | {value for value in values if isinstance(value, str) and value.isidentifier()}
+    known = _DEEPSPEED_KEYS | {value for value in values if isinstance(value, str) and value.isidentifier()}
     for key in map(str, tree):
         if key in known:
             continue

@@ -8,11 +8,11 @@ from accelerate import Accelerator
 from ..batching.micro_batch import Batch
 
 
-def weigh_rows(batch: Batch, accelerator: Accelerator) -> Batch:
+def mask_duplicate_rows(batch: Batch, accelerator: Accelerator) -> Batch:
     """Add `row_weights` [rows], just after the batch was drawn, so that no row counts twice: 0 for the first rows of a
     pass, which Accelerate repeats to fill up its last batch for all ranks.
 
-    What `sequence.split` cut was weighed before. The length of a stream is not known: its rows all count.
+    What `sequence.shard_loader` cut was weighed before. The length of a stream is not known: its rows all count.
     """
     if batch.row_weights is not None:
         return batch

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from . import sharded
 
 
-def name(accelerator: Accelerator) -> str:
+def engine_name(accelerator: Accelerator) -> str:
     """single, ddp, fsdp2, zero1, zero2 or zero3."""
     if accelerator.state.deepspeed_plugin is not None:
         return f"zero{zero_stage(accelerator)}"
@@ -27,14 +27,14 @@ def zero_stage(accelerator: Accelerator) -> int:
     return 0 if plugin is None else plugin.zero_stage
 
 
-def shards(accelerator: Accelerator) -> bool:
+def shards_weights(accelerator: Accelerator) -> bool:
     """Does the engine cut the weights of a model over the ranks?"""
     return accelerator.is_fsdp2 or zero_stage(accelerator) == 3
 
 
 def changes_weights(accelerator: Accelerator) -> bool:
     """Does the engine cut or cast weights when training begins, so that the policy cannot score (rightly) before?"""
-    return name(accelerator) not in ("single", "ddp")
+    return engine_name(accelerator) not in ("single", "ddp")
 
 
 def prepare_frozen(model: nn.Module, accelerator: Accelerator, offload: bool = False) -> nn.Module:
@@ -43,14 +43,14 @@ def prepare_frozen(model: nn.Module, accelerator: Accelerator, offload: bool = F
     Under DeepSpeed it gets the policy's dtype: bf16 means bf16 weights there, not autocast.
     offload: shards live in CPU memory (the caller moves a model that is not cut by itself).
     """
-    if shards(accelerator):
+    if shards_weights(accelerator):
         return sharded.prepare_frozen(model, accelerator, offload)
     casts = zero_stage(accelerator) and not getattr(model, "is_quantized", False)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision) if casts else None
     return model.to(accelerator.device, dtype)
 
 
-def whole_weights(model: nn.Module, accelerator: Accelerator) -> AbstractContextManager[nn.Module]:
+def gather_policy(model: nn.Module, accelerator: Accelerator) -> AbstractContextManager[nn.Module]:
     """The unwrapped policy with all its weights on each rank, without hooks: inside no forward waits for another rank.
 
     model: the wrapped policy. All ranks enter together; it costs one gather of all weights, and their memory.

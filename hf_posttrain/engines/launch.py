@@ -39,7 +39,7 @@ class RequestedEngine(NamedTuple):
         return "FSDP2" if self.fsdp else "ZeRO-3" if self.zero == 3 else None
 
 
-def asked(args: TrainingArguments, env: Mapping[str, str] | None = None) -> RequestedEngine:
+def requested_engine(args: TrainingArguments, env: Mapping[str, str] | None = None) -> RequestedEngine:
     """What `args`, a method's Config, asks for; the launcher's environment where it says nothing of FSDP."""
     env = os.environ if env is None else env  # not bound at import: `datasets` replaces it after a map on processes
     zero = None if args.deepspeed_plugin is None else int(args.deepspeed_plugin.zero_stage)  # from either of them
@@ -76,11 +76,11 @@ def check_engine(args: TrainingArguments, env: Mapping[str, str] | None = None) 
             " or mixed_precision: 'no' in the accelerate config"
         )
     # keys of files that Accelerate and DeepSpeed would drop
-    if file := config_files.launched_with():
+    if file := config_files.find_launch_config():
         config_files.check_accelerate_file(file)
     if args.deepspeed:
         config_files.check_deepspeed(args.deepspeed)
-    engine = asked(args, env)
+    engine = requested_engine(args, env)
     if engine.fsdp == 1:
         raise LaunchError(
             "FSDP1 is deprecated and not supported: set version: 2 in fsdp_config (accelerate: fsdp_version: 2)"
@@ -94,7 +94,7 @@ def check_engine(args: TrainingArguments, env: Mapping[str, str] | None = None) 
 
 def check_accelerator(accelerator: Accelerator, args: TrainingArguments) -> None:
     """Raises InputError where Accelerate left the engine out that was asked for, as it does on CPU without a word."""
-    engine = asked(args)
+    engine = requested_engine(args)
     fsdp_lost = engine.fsdp and not accelerator.is_fsdp2
     if fsdp_lost or (engine.zero is not None and accelerator.state.deepspeed_plugin is None):
         raise InputError(
@@ -150,14 +150,14 @@ def describe_launch(trainer: Any) -> str:
     precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "no mixed precision"
     processes = f"{count} process{'es' * (count > 1)}"
     rows = trainer.get_total_train_batch_size(args)
-    return f"on engine {engines.name(trainer.accelerator)}, {processes}, {rows} rows a step, {precision}"
+    return f"on engine {engines.engine_name(trainer.accelerator)}, {processes}, {rows} rows a step, {precision}"
 
 
 def check_model(model: Any, args: TrainingArguments) -> None:
     """Raises InputError for a policy, reference or teacher that is not a plain model, or quantised as the engine cannot
     take.
     """
-    if problem := unusual(model, args):
+    if problem := model_problem(model, args):
         raise InputError(problem)
     if not getattr(model, "is_quantized", False):
         return
@@ -167,7 +167,7 @@ def check_model(model: Any, args: TrainingArguments) -> None:
         raise InputError(problem)
 
 
-def unusual(model: nn.Module, args: TrainingArguments) -> str | None:
+def model_problem(model: nn.Module, args: TrainingArguments) -> str | None:
     """Return why a model cannot be trained or scored as it was passed, and what to pass, or None for a plain one."""
     if is_compiled_module(model):
         return "a model from torch.compile takes no scorer in its forward: pass the model itself"
@@ -202,14 +202,14 @@ def quantisation_problem(bits: str, args: TrainingArguments, storage: torch.dtyp
 
     storage: the dtype that 4-bit weights are kept as; None: `quantised_storage`.
     """
-    engine = asked(args)
+    engine = requested_engine(args)
     wanted = quantised_storage(args)
     if bits != "4bit":
         how = "use 4bit, or DDP or ZeRO-2, which need not"
         return engine.shards and f"{engine.shards} cannot cut {bits} weights over the ranks: {how}"
     # the dtype says how the bits are stored, not what they mean: an engine that casts it makes noise of them
     storage = storage or wanted
-    trained = _mixed(args) or storage
+    trained = _mixed_dtype(args) or storage
     if storage.is_floating_point and storage != trained and (engine.fsdp or engine.zero is not None):
         return f"4-bit weights kept as {storage} would be cast to {trained}, to noise: bnb_4bit_quant_storage={wanted}"
     if engine.fsdp and not storage.is_floating_point:
@@ -219,8 +219,8 @@ def quantisation_problem(bits: str, args: TrainingArguments, storage: torch.dtyp
 
 def quantised_storage(args: TrainingArguments) -> torch.dtype:
     """The dtype to keep 4-bit weights as: FSDP2 cuts floating ones alone, and casts them to that of training."""
-    return (_mixed(args) or torch.float32) if asked(args).fsdp else torch.uint8
+    return (_mixed_dtype(args) or torch.float32) if requested_engine(args).fsdp else torch.uint8
 
 
-def _mixed(args: TrainingArguments) -> torch.dtype | None:
+def _mixed_dtype(args: TrainingArguments) -> torch.dtype | None:
     return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None

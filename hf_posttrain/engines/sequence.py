@@ -19,16 +19,16 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import PreTrainedModel, TrainingArguments
 
 from ..batching.micro_batch import MicroBatch
-from ..capabilities import Feature, check_features, conflict, option_features
+from ..capabilities import Feature, check_features, conflict_message, option_features
 from ..errors import InputError
 from ..scoring import forward
 from ..scoring.layouts import IGNORE, Branch, Example, collate
-from ..scoring.parity_check import ROUGHEST, token_logps, tolerance, within
-from ..scoring.rotary import rope_switch
-from .duplicate_mask import weigh_rows
+from ..scoring.parity_check import HALF_PRECISION_TOLERANCE, token_logps, tolerance, is_within_tolerance
+from ..scoring.rotary import rope_switch_length
+from .duplicate_mask import mask_duplicate_rows
 
 
-def settle(args: Any) -> ParallelismConfig | None:
+def resolve_parallelism(args: Any) -> ParallelismConfig | None:
     """The parallelism of `args`, a PostTrainConfig: its own, or that of `accelerate launch`; None where there is none.
 
     Raises InputError for what cannot be honoured.
@@ -43,7 +43,7 @@ def settle(args: Any) -> ParallelismConfig | None:
         raise InputError("parallelism_config: cp_size does not work here, use sp_size to cut long rows")
     parts = config.sp_size
     stage = args.deepspeed_plugin.zero_stage if args.deepspeed_plugin else 0
-    _refuse(
+    _raise_first(
         f"sequence parallelism (parallelism_config.sp_size={parts})",
         [
             (not args.method.sequence_parallel, f"is not there for method {args.method.name}"),
@@ -58,7 +58,7 @@ def settle(args: Any) -> ParallelismConfig | None:
     return config if config.data_parallel_size > 1 else replace(config, dp_shard_size=args.world_size // parts)
 
 
-def _refuse(what: str, mistakes: list[tuple[Any, str]]) -> None:
+def _raise_first(what: str, mistakes: list[tuple[Any, str]]) -> None:
     """Raises InputError for the first mistake that was made."""
     for made, why in mistakes:
         if made:
@@ -79,23 +79,23 @@ def check_model(model: PreTrainedModel, router_coef: float, args: TrainingArgume
     windows = ["sliding_attention"] if getattr(config, "sliding_window", None) else []
     kinds = set(getattr(config, "layer_types", None) or windows) - {"full_attention"}
     kinds -= {"sliding_attention"} if "flash" in attention else set()
-    _refuse(
+    _raise_first(
         f"{type(model).__name__}: sequence parallelism (sp_size={parts})",
         [
             ("flash" not in attention and attention != "sdpa", f"needs sdpa or flash_attention_2, not {attention}"),
             (kinds, f"cannot cut layers that are {', '.join(sorted(kinds))} with {attention}"),
             (not pairs, "does not know its attention: the config has no num_key_value_heads"),
             (heads % parts or (pairs % parts and parts % pairs), f"cannot share out {heads} heads and {pairs} of keys"),
-            (rope_switch(model), "would give each part of a row its own rotary frequencies (LongRoPE or dynamic NTK)"),
+            (rope_switch_length(model), "would give each part of a row its own rotary frequencies (LongRoPE or dynamic NTK)"),
             (router_coef, "would cut the rows that the router's loss is taken of: set router_aux_loss_coef: 0"),
         ],
     )
-    if model.base_model is not model and forward.sees(model):
-        raise InputError(f"{conflict(Feature.SEQUENCE_PARALLEL, Feature.IMAGES)}. Load it as a text model")
+    if model.base_model is not model and forward.is_vision_language_model(model):
+        raise InputError(f"{conflict_message(Feature.SEQUENCE_PARALLEL, Feature.IMAGES)}. Load it as a text model")
     parallel.sp_handler.sp_attn_implementation = attention
 
 
-def split(trainer: Any, adapter: Any) -> Any:
+def shard_loader(trainer: Any, adapter: Any) -> Any:
     """The training loader that Trainer prepared, with its batches cut.
 
     adapter: DeepSpeed's, which cuts tensors [rows, tokens] alone; without sequence parallelism the loader itself.
@@ -103,14 +103,14 @@ def split(trainer: Any, adapter: Any) -> Any:
     """
     if not hasattr(adapter, "sp_group"):
         return adapter
-    _check_parts(trainer, adapter)
+    _check_parity(trainer, adapter)
     # DeepSpeed multiplies by it where it sums gradients by all-reduce, as if each rank had the loss of its whole group
     trainer.model_wrapped.optimizer.sequence_parallel_size = 1
     return DataLoader(SequenceShards(trainer, adapter), batch_size=None, generator=torch.Generator())
 
 
-def _check_parts(trainer: Any, adapter: Any) -> None:
-    """Score the same rows whole and cut, as `parity_check.check` does for layouts."""
+def _check_parity(trainer: Any, adapter: Any) -> None:
+    """Score the same rows whole and cut, as `parity_check.parity_error` does for layouts."""
     model = trainer.model_wrapped
     parts = adapter.sp_world_size
     inner = forward.causal_lm(model)
@@ -119,7 +119,7 @@ def _check_parts(trainer: Any, adapter: Any) -> None:
 
     example = Example([5, 9, 6], [Branch([7, 8, 5, 9, 6, 7, 9])])
     rows = collate([example] * trainer.args.train_batch_size, "padded")
-    pieces = [batch.to(trainer.args.device) for batch in (rows, cut(rows, adapter.sp_rank, parts))]
+    pieces = [batch.to(trainer.args.device) for batch in (rows, shard_batch(rows, adapter.sp_rank, parts))]
 
     def gap(in_float32: bool) -> float:
         # in eval mode nothing is cut: rows whole, and then with attention alone in training mode, which Ulysses cuts
@@ -132,7 +132,7 @@ def _check_parts(trainer: Any, adapter: Any) -> None:
         found: Tensor = trainer.accelerator.reduce(part) * parts / trainer.accelerator.num_processes
         return ((found - whole).abs() / len(rows.scored)).item()
 
-    if not within(gap, (tolerance(inner), ROUGHEST), "sequence parallelism"):
+    if not is_within_tolerance(gap, (tolerance(inner), HALF_PRECISION_TOLERANCE), "sequence parallelism"):
         name = type(inner).__name__
         raise InputError(f"sequence parallelism gives {name} other numbers than its own forward: it cannot be used")
 
@@ -153,14 +153,14 @@ class SequenceShards(IterableDataset):
         loader.set_epoch(int(self.trainer.state.epoch or 0))  # Trainer tells it to DataLoaders of accelerate alone
         for batch in loader:
             # each rank of the group draws a batch of its own; all of them train on a part of each
-            own = weigh_rows(batch, self.trainer.accelerator).to("cpu")
+            own = mask_duplicate_rows(batch, self.trainer.accelerator).to("cpu")
             drawn: list[Any] = [None] * parts
             torch.distributed.all_gather_object(drawn, own, group=self.adapter.sp_group)
             for whole in drawn:
-                yield cut(whole, self.adapter.sp_rank, parts)
+                yield shard_batch(whole, self.adapter.sp_rank, parts)
 
 
-def cut(batch: MicroBatch, part: int, parts: int) -> MicroBatch:
+def shard_batch(batch: MicroBatch, part: int, parts: int) -> MicroBatch:
     """Part number `part` of each row of a padded batch: [R, L] -> [R, L / P], L rounded up.
 
     scored and owner are those of the part; what belongs to rows stays whole.

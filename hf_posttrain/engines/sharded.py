@@ -13,12 +13,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 
 
-def plain_class(module: nn.Module) -> Any:
+def original_class(module: nn.Module) -> Any:
     """The module's class without what FSDP2 adds to it."""
     return type(module).__bases__[1] if isinstance(module, FSDPModule) else type(module)
 
 
-def keep_scores_whole(accelerator: Accelerator) -> None:
+def keep_full_precision(accelerator: Accelerator) -> None:
     """Mixed precision of FSDP2 without what Accelerate adds: log-probabilities rounded to bf16, and gradients summed
     over the ranks in bf16.
     """
@@ -27,16 +27,16 @@ def keep_scores_whole(accelerator: Accelerator) -> None:
         plugin.mixed_precision_policy = dataclasses.replace(policy, output_dtype=None, reduce_dtype=torch.float32)
 
 
-def cut_at_layers(accelerator: Accelerator, model: nn.Module) -> None:
+def set_wrapped_layers(accelerator: Accelerator, model: nn.Module) -> None:
     """FSDP2's units, where none are named, are the layers that a model has: Accelerate refuses one that names those of
     a part that it lacks (the tower for pictures of Qwen3.5, as a text model).
     """
     plugin = accelerator.state.fsdp_plugin if accelerator.is_fsdp2 else None
     if plugin is not None and plugin.transformer_cls_names_to_wrap is None:
-        plugin.transformer_cls_names_to_wrap = _layers_of(model)
+        plugin.transformer_cls_names_to_wrap = _layer_classes(model)
 
 
-def _layers_of(model: Any) -> list[str]:
+def _layer_classes(model: Any) -> list[str]:
     """The names of its classes of layers, which are never cut further."""
     return sorted({type(module).__name__ for module in model.modules()} & {*(model._no_split_modules or ())})
 
@@ -52,7 +52,7 @@ def prepare_frozen(model: nn.Module, accelerator: Accelerator, offload: bool) ->
     import deepspeed
 
     # an engine of its own without optimizer
-    config = _without_training(accelerator)
+    config = _inference_config(accelerator)
     if offload:
         config["zero_optimization"]["offload_param"] = {"device": "cpu", "pin_memory": pinned}
     wrapped = deepspeed.initialize(model=model, config=config)[0]
@@ -70,7 +70,7 @@ def _with_fsdp2(model: nn.Module, accelerator: Accelerator, offload: CPUOffloadP
     kept = {name: getattr(plugin, name) for name in changed}
     layers = {type(module).__name__ for module in model.modules()}
     if plugin.transformer_cls_names_to_wrap and not layers & set(plugin.transformer_cls_names_to_wrap):
-        plugin.transformer_cls_names_to_wrap = _layers_of(model)  # another architecture than the policy's: its own
+        plugin.transformer_cls_names_to_wrap = _layer_classes(model)  # another architecture than the policy's: its own
     plugin.cpu_offload = offload or plugin.cpu_offload
     try:
         return fsdp2_prepare_model(accelerator, model)
@@ -79,7 +79,7 @@ def _with_fsdp2(model: nn.Module, accelerator: Accelerator, offload: CPUOffloadP
             setattr(plugin, name, value)
 
 
-def _without_training(accelerator: Accelerator) -> dict[str, Any]:
+def _inference_config(accelerator: Accelerator) -> dict[str, Any]:
     """DeepSpeed's config of the run, for a model that is not trained."""
     whole = copy.deepcopy(accelerator.state.deepspeed_plugin.deepspeed_config)
     whole["zero_optimization"].pop("offload_optimizer", None)
@@ -124,10 +124,10 @@ def gather_fsdp2(model: Any, accelerator: Accelerator) -> Iterator[nn.Module]:
             unit.set_reshard_after_forward(plugin.reshard_after_forward and is_layer, recurse=False)
 
 
-def each_whole(tensors: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+def iter_gathered(tensors: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
     """Each of these weights by its name, whole on every rank until the next one. All ranks run through all."""
     for name, tensor in tensors.items():
-        with gathered(tensor):
+        with gather_parameters(tensor):
             if isinstance(tensor, DTensor):  # an offloaded one where its collectives run
                 there: Any = tensor.to(tensor.device_mesh.device_type)
                 yield name, there.full_tensor()
@@ -138,7 +138,7 @@ def each_whole(tensors: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
 # ---- models that DeepSpeed cut while they were loaded
 
 
-def gathered(*tensors: nn.Parameter | Any) -> AbstractContextManager:
+def gather_parameters(*tensors: nn.Parameter | Any) -> AbstractContextManager:
     """All of these weights on each rank inside, where DeepSpeed cut them."""
     cut = [tensor for tensor in tensors if hasattr(tensor, "ds_id")]
     if not cut:
@@ -148,14 +148,14 @@ def gathered(*tensors: nn.Parameter | Any) -> AbstractContextManager:
     return deepspeed.zero.GatheredParameters(cut)
 
 
-def copied(model: nn.Module, accelerator: Accelerator) -> nn.Module:
+def copy_model(model: nn.Module, accelerator: Accelerator) -> nn.Module:
     """A deep copy of a model; where DeepSpeed has cut its weights they are gathered, copied and cut one by one."""
     twin = copy.deepcopy(model)
     for own, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         if hasattr(own, "ds_id"):  # what was copied is an empty stand-in
             import deepspeed
 
-            with gathered(own):
+            with gather_parameters(own):
                 theirs.data = own.detach().clone()
-            deepspeed.zero.Init(nn.ParameterList([theirs]), config_dict_or_path=_without_training(accelerator))
+            deepspeed.zero.Init(nn.ParameterList([theirs]), config_dict_or_path=_inference_config(accelerator))
     return twin
