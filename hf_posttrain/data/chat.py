@@ -1,7 +1,8 @@
-"""Chat templates and token boundaries: messages -> text -> ids; `assistant_mask` says which the assistant wrote.
+"""Chat templates and token boundaries: messages are rendered as text, which is tokenized.
 
-The boundary comes from rendered text: the rendered prompt must be the beginning of the rendered conversation. An
-`InputError` names the problem; the caller adds file and row. `template_kwargs` go to the template.
+The boundary between prompt and completion comes from rendered text: the rendered prompt must be a prefix of the
+rendered conversation. `assistant_mask` determines the tokens of the assistant. An `InputError` states the problem, and
+the caller adds the file and row. `template_kwargs` are passed to the template.
 """
 
 import datetime
@@ -17,154 +18,201 @@ from typing import Any, NamedTuple
 from jinja2 import meta
 from transformers import PreTrainedTokenizerBase
 
-from ..errors import InputError, error_context, named, nearest, shown
-from .images import MARK, read_by
+from ..errors import InputError, error_context, join_names, name_hint, short_repr
+from .images import MARK, get_image_reader
 from .messages import REASONING, Messages, call_names, check_unicode
-from .template import named_in, parsed
+from .template import first_key_read, parse_template
 
 logger = logging.getLogger(__package__)
 
 _PROBE = "sentinel7391"
-"""A text that no template writes of itself."""
-_DAY = datetime.date(2024, 7, 26)
-"""Today's date to templates that write one, so that rows are the same on every day: it is Llama 3.1's own default."""
-_TODAY = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
-_OURS = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters, "messages"} - {"documents"}
-"""What each rendering is given by us, and `template_kwargs` may not have."""
+"""A text that no template writes on its own."""
+_FIXED_DATE = datetime.date(2024, 7, 26)
+"""The date that templates get as today's date, so that rows are the same on every day. It is Llama 3.1's default."""
+_TODAY_CALL = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
+_RESERVED_OPTIONS = {
+    *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters,
+    "messages",
+} - {"documents"}
+"""Options that this module sets for each rendering, so that `template_kwargs` must not contain them."""
 
 
 class ChatTemplate(NamedTuple):
-    """A tokenizer's chat template with what it is given besides messages."""
+    """A tokenizer's chat template, with its inputs other than the messages."""
 
     tokenizer: PreTrainedTokenizerBase
-    tools: list | None = None
-    kwargs: dict | None = None
-    pictures: tuple[str, ...] = ()  # the text of each picture, in the order in which MARK stands in messages
+    tools: list[Any] | None = None
+    kwargs: dict[str, Any] | None = None
+    expansions: tuple[str, ...] = ()  # the text that replaces each image, in the order of `MARK` in the messages
 
     @property
     def text(self) -> str:
-        """The template itself, of those that the tokenizer has the one for tools where there are any."""
+        """The source of the template. Of several templates it is the one for tools, if there are any."""
         return self.tokenizer.get_chat_template(tools=self.tools)
 
     def render(self, messages: Messages, **options: Any) -> str:
-        """`messages` as text; `options` are `add_generation_prompt` and `continue_final_message`.
+        """Render messages as text.
 
-        Raises InputError if the tokenizer has no chat template or the template refuses these messages.
+        Args:
+            messages: The conversation.
+            options: `add_generation_prompt` and `continue_final_message`.
+
+        Raises:
+            InputError: If the tokenizer has no chat template, or the template rejects the messages.
         """
         if not self.tokenizer.chat_template:
-            instead = "set model.chat_template (--chat_template) to a file, or give plain strings"
-            raise InputError(f"messages need a chat template: {instead}")
+            fix = "Set model.chat_template (--chat_template) to a file, or use plain strings"
+            raise InputError(f"messages require a chat template. {fix}")
         try:
             text = str(self.apply(messages, tokenize=False, **options))
-        except Exception as error:  # a template is a program, and raises what it likes
-            roles = ", ".join(shown(message["role"])[1:-1] for message in messages[:20])
+        except Exception as error:  # a template is a program, which may raise any exception
+            roles = ", ".join(short_repr(message["role"])[1:-1] for message in messages[:20])
             problem = " ".join(str(error).split())[:300]
-            raise InputError(f"the chat template refuses messages with roles [{roles}]: {problem}") from error
+            raise InputError(f"the chat template rejects messages with roles [{roles}]: {problem}") from error
         check_unicode(text, "the rendered conversation")
-        return self._with_pictures(text, messages) if self.pictures else text
+        return self._expand_images(text, messages) if self.expansions else text
 
-    def _with_pictures(self, text: str, messages: Messages) -> str:
-        """A rendering with the text of each picture in its place. Raises InputError where the template lacks places."""
-        reader = read_by(self.tokenizer)
-        wanted = sum(message["content"].count(MARK) for message in messages)
-        assert reader is not None  # who else has expanded them?
-        place = reader.place
-        parts = text.split(reader.place)
-        if len(parts) - 1 != wanted:
-            raise InputError(f"the chat template writes {len(parts) - 1} places ({place}) for {wanted} pictures")
-        return "".join(part + picture for part, picture in zip(parts, (*self.pictures[:wanted], ""), strict=True))
+    def _expand_images(self, text: str, messages: Messages) -> str:
+        """Replace the image tokens of a rendering by the expansions of the images.
 
-    def moved(self, messages: Messages, places: Sequence[int]) -> set[int]:
-        """Where characters of a rendering without the text of pictures are in the rendering with it."""
-        reader = read_by(self.tokenizer)
+        Raises:
+            InputError: If the template does not write one image token per image.
+        """
+        reader = get_image_reader(self.tokenizer)
+        assert reader is not None  # it has created the expansions
+        image_count = sum(message["content"].count(MARK) for message in messages)
+        parts = text.split(reader.image_token)
+        if len(parts) - 1 != image_count:
+            problem = f"the chat template writes {len(parts) - 1} image tokens ({reader.image_token})"
+            raise InputError(f"{problem} for {image_count} images. It must write one per image")
+        expansions = (*self.expansions[:image_count], "")
+        return "".join(part + expansion for part, expansion in zip(parts, expansions, strict=True))
+
+    def expanded_positions(self, messages: Messages, positions: Sequence[int]) -> set[int]:
+        """Map character positions in the rendering with image tokens to positions in the rendering with expansions."""
+        reader = get_image_reader(self.tokenizer)
         assert reader is not None
-        plain = self._replace(pictures=()).render(messages)
-        begins = [match.start() for match in re.finditer(re.escape(reader.place), plain)]
-        grown = [(begin, len(text) - len(reader.place)) for begin, text in zip(begins, self.pictures, strict=False)]
-        return {place + sum(more for begin, more in grown if begin < place) for place in places}
+        unexpanded = self._replace(expansions=()).render(messages)
+        begins = [match.start() for match in re.finditer(re.escape(reader.image_token), unexpanded)]
+        growths = [
+            (begin, len(expansion) - len(reader.image_token))
+            for begin, expansion in zip(begins, self.expansions, strict=False)
+        ]
+        return {position + sum(growth for begin, growth in growths if begin < position) for position in positions}
 
     def prompt_text(self, prompt: Messages) -> str:
-        """The text that generation starts from; a prompt that ends in an assistant turn (prefill) is left open."""
-        prefill = prompt[-1]["role"] == "assistant"
-        option = {"continue_final_message": True} if prefill else {"add_generation_prompt": True}
-        return self.render(prompt, **option)
+        """Return the text that generation starts from. A final assistant turn (prefill) is left open."""
+        is_prefill = prompt[-1]["role"] == "assistant"
+        options = {"continue_final_message": True} if is_prefill else {"add_generation_prompt": True}
+        return self.render(prompt, **options)
 
     def split(self, prompt: Messages, completion: Messages) -> tuple[str, str]:
-        """(prompt text, completion text), which together are the rendering of both, up to its last visible character.
+        """Return the prompt's text and the completion's text.
 
-        Raises InputError if that does not begin with the prompt's (a template that drops or moves thinking).
+        Their concatenation is the rendering of both, up to its last visible character.
+
+        Raises:
+            InputError: If that rendering does not begin with the prompt's (a template that drops or moves thinking).
         """
         start = self.prompt_text(prompt)
         full = self.render(join_messages(prompt, completion))
-        return start, text_behind(start, full).rstrip()
+        return start, text_after(start, full).rstrip()
 
     def apply(self, messages: Messages, **options: Any) -> Any:
-        """`tokenizer.apply_chat_template` on the day _DAY, of contents as parts and arguments of calls as JSON text for
-        the templates that write these alone.
+        """Call `tokenizer.apply_chat_template` with a fixed date and with messages in the form that the template reads.
+
+        Templates that only read content as a list of parts get parts, and templates that only read the arguments of
+        calls as JSON text get text.
         """
-        template, _ = on_the_day(self.text)
-        always = _reads_parts(self.tokenizer, template)
-        messages = [{**m, "content": _parts(m["content"])} if always or MARK in m["content"] else m for m in messages]
-        if any("tool_calls" in m for m in messages) and _reads_text_arguments(self.tokenizer, template):
-            messages = [
-                _with_calls(m, lambda arguments, _: {"arguments": json.dumps(arguments, ensure_ascii=False)})
-                for m in messages
-            ]
+        template, _ = pin_date(self.text)
+        always_parts = _reads_parts(self.tokenizer, template)
+        messages = [
+            {**message, "content": _content_parts(message["content"])}
+            if always_parts or MARK in message["content"]
+            else message
+            for message in messages
+        ]
+        if any("tool_calls" in message for message in messages) and _reads_text_arguments(self.tokenizer, template):
+            messages = [_map_calls(message, _arguments_as_text) for message in messages]
         options |= {"tools": self.tools, "chat_template": template}
         return self.tokenizer.apply_chat_template(messages, **options, **(self.kwargs or {}))
 
     def find_unread(self, messages: Messages, full: str) -> list[str]:
-        """What of the messages is not in their rendering `full` although a template may well leave it out: keys that it
-        does not write, tools, thinking of earlier turns, text next to a call, switches, today's date. Raises InputError
-        for a message of which it writes neither text nor calls, as of an unknown role, and for a lost call.
+        """Return the parts of the input that are missing from the rendering, although a template may omit them.
+
+        These are keys of messages, tools, thinking of earlier turns, text next to a call, options of the template, and
+        today's date.
+
+        Args:
+            messages: The conversation.
+            full: Its rendering.
+
+        Raises:
+            InputError: If neither text nor calls of a message are rendered, for example for an unknown role, or if a
+                call is lost.
         """
         template = self.text
-        numbered = [_numbered(m, n) for n, m in enumerate(messages)]
+        probes = [_probe_message(message, n) for n, message in enumerate(messages)]
         if self.kwargs:
-            check_switches(self.tokenizer, self.kwargs)
-        found = [f"chat_template_kwargs {shown(key)}" for key in self.kwargs or () if key not in variables(template)]
-        if any(date in full for date in on_the_day(template)[1]):
-            found.append(f"today's date but always {_DAY:%d %b %Y}")
-        # the same conversation of numbered texts shows which of them are written, unless the template refuses it
+            check_template_options(self.tokenizer, self.kwargs)
+        unread = [
+            f"chat_template_kwargs {short_repr(key)}"
+            for key in self.kwargs or ()
+            if key not in template_variables(template)
+        ]
+        if any(date in full for date in pin_date(template)[1]):
+            unread.append(f"today's date but always {_FIXED_DATE:%d %b %Y}")
+
+        # the same conversation with probe texts shows which texts are rendered, unless the template rejects it
         try:
-            given = json.dumps([numbered, self.tools, self.kwargs], default=str)
+            probe_input = json.dumps([probes, self.tools, self.kwargs], default=str)
         except RecursionError:
             raise InputError("the chat template: a value of the messages or tools is nested too deeply") from None
-        probed = _render_probes(self.tokenizer, template, given) or given
-        for n, (message, probe) in enumerate(zip(messages, numbered, strict=True)):
-            where = f"message {n} ({shown(message['role'])[1:-1]})"
+        rendered = _render_probes(self.tokenizer, template, probe_input) or probe_input
+        for n, (message, probe) in enumerate(zip(messages, probes, strict=True)):
+            location = f"message {n} ({short_repr(message['role'])[1:-1]})"
             content = message["content"].strip()
-            if any(mark not in probed for mark in re.findall(rf"{_PROBE}\w+", str(probe.get("tool_calls")))):
-                raise InputError(f"{where}: the chat template does not write its call of {named(call_names(message))}")
-            if not content or probe["content"] in probed:
-                whole = all(_stands_in(part.strip(), full) for part in content.split(MARK))
-                found += [f"a part of the text of {message['role']} turns"] * (not whole)
+            if any(text not in rendered for text in re.findall(rf"{_PROBE}\w+", str(probe.get("tool_calls")))):
+                calls = join_names(call_names(message))
+                raise InputError(f"{location}: the chat template does not write its call of {calls}")
+            if not content or probe["content"] in rendered:
+                is_complete = all(_is_contained(part.strip(), full) for part in content.split(MARK))
+                unread += [f"a part of the text of {message['role']} turns"] * (not is_complete)
             elif not call_names(message):
-                raise InputError(f"{where}: the chat template does not write its text, {shown(content)}")
+                raise InputError(f"{location}: the chat template does not write its text, {short_repr(content)}")
             else:
-                found.append("text next to calls")
+                unread.append("text next to calls")
             for key, value in message.items():
-                word = rf"\b{re.escape(key)}\b"
-                written = _stands_in(value.strip(), full) if isinstance(value, str) else re.search(word, template)
-                if key not in ("role", "content", "tool_calls", "tool_call_id") and not written:
-                    found.append(f"key {shown(key)}")
-        names = [tool.get("function", tool) for tool in self.tools or []]
-        if any(isinstance(tool, dict) and str(tool.get("name")) not in full for tool in names):
-            found.append("column 'tools'")
-        return sorted({*found})
+                if key in ("role", "content", "tool_calls", "tool_call_id"):
+                    continue
+                if isinstance(value, str):
+                    is_read = _is_contained(value.strip(), full)
+                else:
+                    is_read = bool(re.search(rf"\b{re.escape(key)}\b", template))
+                if not is_read:
+                    unread.append(f"key {short_repr(key)}")
+        tools = [tool.get("function", tool) for tool in self.tools or []]
+        if any(isinstance(tool, dict) and str(tool.get("name")) not in full for tool in tools):
+            unread.append("column 'tools'")
+        return sorted({*unread})
 
 
-def _parts(content: str) -> list[dict[str, str]]:
-    """A content as parts, with a picture in the place of each MARK."""
-    found = []
+def _content_parts(content: str) -> list[dict[str, str]]:
+    """Return a content as a list of parts, with an image part in place of each `MARK`."""
+    parts = []
     for n, text in enumerate(content.split(MARK)):
-        found += [{"type": "image"}] if n else []
-        found += [{"type": "text", "text": text}] if text or MARK not in content else []
-    return found
+        parts += [{"type": "image"}] if n else []
+        parts += [{"type": "text", "text": text}] if text or MARK not in content else []
+    return parts
 
 
-def _with_calls(message: dict[str, Any], change: Callable[[Any, int], dict]) -> dict[str, Any]:
-    """The message with other values in its calls: `change` has the arguments of a call and its number."""
+def _map_calls(message: dict[str, Any], change: Callable[[Any, int], dict[str, Any]]) -> dict[str, Any]:
+    """Return the message with updated calls.
+
+    Args:
+        message: The message.
+        change: Function of the arguments of a call and its number, which returns the values to update in the call.
+    """
     functions = [call.get("function", call) for call in message.get("tool_calls", [])]
     functions = [function | change(function.get("arguments"), k) for k, function in enumerate(functions)]
     pairs = zip(message.get("tool_calls", []), functions, strict=True)
@@ -172,188 +220,215 @@ def _with_calls(message: dict[str, Any], change: Callable[[Any, int], dict]) -> 
     return message | ({"tool_calls": calls} if calls else {})
 
 
-def _numbered(message: dict[str, Any], n: int) -> dict[str, Any]:
-    """Message n with texts that stand nowhere else in place of its own and of the names and arguments of its calls."""
-    mark = f"{_PROBE}n{n}"
-    kept = ("role", "name", "tool_call_id")
-    texts = {key: value for key, value in message.items() if isinstance(value, str) and key not in kept}
-    message = _with_calls(
-        message,
-        lambda arguments, k: {"name": f"{mark}f{k}z"} | ({"arguments": {"x": f"{mark}a{k}z"}} if arguments else {}),
-    )
-    return message | {key: f"{mark}{key}z" if text.strip() else "" for key, text in texts.items()}
+def _arguments_as_text(arguments: object, number: int) -> dict[str, Any]:
+    return {"arguments": json.dumps(arguments, ensure_ascii=False)}
+
+
+def _probe_message(message: dict[str, Any], n: int) -> dict[str, Any]:
+    """Return message n with unique probe texts in place of its texts and of the names and arguments of its calls."""
+    prefix = f"{_PROBE}n{n}"
+    preserved = ("role", "name", "tool_call_id")
+    texts = {key: value for key, value in message.items() if isinstance(value, str) and key not in preserved}
+
+    def probe_call(arguments: object, k: int) -> dict[str, Any]:
+        return {"name": f"{prefix}f{k}z"} | ({"arguments": {"x": f"{prefix}a{k}z"}} if arguments else {})
+
+    message = _map_calls(message, probe_call)
+    return message | {key: f"{prefix}{key}z" if text.strip() else "" for key, text in texts.items()}
 
 
 @lru_cache(maxsize=256)
-def _render_probes(tokenizer: PreTrainedTokenizerBase, template: str, given: str) -> str:
-    """What the template makes of numbered messages, which are the same for many rows, or "" where it refuses them."""
+def _render_probes(tokenizer: PreTrainedTokenizerBase, template: str, probe_input: str) -> str:
+    """Return the rendering of probe messages, which are the same for many rows, or "" if the template rejects them.
+
+    Args:
+        tokenizer: The tokenizer.
+        template: Its chat template, a key of the cache.
+        probe_input: Messages, tools and options of the template, as JSON.
+    """
     try:
-        messages, tools, kwargs = json.loads(given)
+        messages, tools, kwargs = json.loads(probe_input)
         return ChatTemplate(tokenizer, tools, kwargs).render(messages)
     except InputError:
         return ""
 
 
-def _stands_in(text: str, full: str) -> bool:
-    """Does the text stand there, as it is, inside JSON, or with other white space?"""
-    inside = text in full or json.dumps(text, ensure_ascii=False)[1:-1] in full
-    return inside or "".join(text.split()) in "".join(full.split())
+def _is_contained(text: str, full: str) -> bool:
+    """Return whether a text is contained in another one: literally, inside JSON, or with different white space."""
+    is_literal = text in full or json.dumps(text, ensure_ascii=False)[1:-1] in full
+    return is_literal or "".join(text.split()) in "".join(full.split())
 
 
 @lru_cache(maxsize=32)
-def on_the_day(template: str) -> tuple[str, frozenset[str]]:
-    """The template with _DAY written where it asks for today's date, and in which words."""
-    dates = frozenset(_DAY.strftime(call[2]) for call in _TODAY.finditer(template))
-    return _TODAY.sub(lambda call: repr(_DAY.strftime(call[2])), template), dates
+def pin_date(template: str) -> tuple[str, frozenset[str]]:
+    """Return the template with a fixed date in place of its calls for today's date, and the dates that it writes."""
+    dates = frozenset(_FIXED_DATE.strftime(call[2]) for call in _TODAY_CALL.finditer(template))
+    return _TODAY_CALL.sub(lambda call: repr(_FIXED_DATE.strftime(call[2])), template), dates
 
 
 @lru_cache(maxsize=32)
 def reasoning_key(template: str) -> str | None:
-    """The key under which a template reads what an assistant thought; None: it has none."""
-    return named_in(template, REASONING)
+    """Return the key of a message from which a template reads the assistant's reasoning, or None if there is none."""
+    return first_key_read(template, REASONING)
 
 
 @lru_cache(maxsize=32)
-def variables(template: str) -> frozenset[str]:
-    """What a template reads and does not set itself."""
-    return frozenset(meta.find_undeclared_variables(parsed(template)))
+def template_variables(template: str) -> frozenset[str]:
+    """Return the variables that a template reads and does not set itself."""
+    return frozenset(meta.find_undeclared_variables(parse_template(template)))
 
 
 @lru_cache(maxsize=32)
 def _reads_parts(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
-    """Does the template write a content that is a list of parts, and none that is a string?"""
-    contents: tuple = (_PROBE, [{"type": "text", "text": _PROBE}])
-    as_text, as_parts = (_written(tokenizer, template, [{"role": "user", "content": content}]) for content in contents)
+    """Return whether the template renders content that is a list of parts, and no content that is a string."""
+    as_text = _try_render(tokenizer, template, [{"role": "user", "content": _PROBE}])
+    as_parts = _try_render(tokenizer, template, [{"role": "user", "content": [{"type": "text", "text": _PROBE}]}])
     return _PROBE in as_parts and _PROBE not in as_text
 
 
 @lru_cache(maxsize=32)
 def _reads_text_arguments(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
-    """Must the arguments of a call be text, since it refuses a mapping or writes it as Python does?"""
-    found = []
+    """Return whether the arguments of a call must be text.
+
+    This is so if the template rejects a mapping or renders it as Python does.
+    """
+    renderings = []
     for arguments in ({"x": _PROBE}, json.dumps({"x": _PROBE})):
         call = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": arguments}}
         turns: Messages = [{"role": "user", "content": "hello"}]
         turns += [{"role": "assistant", "content": "", "tool_calls": [call]}]
         turns += [{"role": "tool", "name": "f", "tool_call_id": "call00001", "content": "done"}]
-        found.append(_written(tokenizer, template, turns))
-    return _PROBE in found[1] and (_PROBE not in found[0] or str({"x": _PROBE}) in found[0])
+        renderings.append(_try_render(tokenizer, template, turns))
+    of_mapping, of_text = renderings
+    return _PROBE in of_text and (_PROBE not in of_mapping or str({"x": _PROBE}) in of_mapping)
 
 
-def _written(tokenizer: PreTrainedTokenizerBase, template: str, messages: Messages) -> str:
-    """What the template makes of messages, "" where it refuses them."""
+def _try_render(tokenizer: PreTrainedTokenizerBase, template: str, messages: Messages) -> str:
+    """Return the rendering of messages, or "" if the template rejects them."""
     try:
         return str(tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False))
-    except Exception:  # a template is a program, and raises what it likes
+    except Exception:  # a template is a program, which may raise any exception
         return ""
 
 
 def eos_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The id that ends plain text. Raises InputError if the tokenizer has none."""
+    """Return the id that ends plain text.
+
+    Raises:
+        InputError: If the tokenizer has none.
+    """
     if tokenizer.eos_token_id is None:
-        raise InputError("the tokenizer has no eos_token, so a completion cannot be ended: set one in its config")
+        raise InputError("the tokenizer has no eos_token, so a completion cannot be ended. Set one in its config")
     return tokenizer.eos_token_id
 
 
 def has_template_tokens(
-    tokenizer: PreTrainedTokenizerBase, ids: Iterable[int], template_kwargs: dict | None
+    tokenizer: PreTrainedTokenizerBase, ids: Iterable[int], template_kwargs: dict[str, Any] | None
 ) -> bool | None:
-    """Have these ids of a prepared row come through the chat template? None where it writes no token that tells."""
+    """Return whether the ids of a prepared row contain special tokens of the chat template.
+
+    Returns:
+        None if it cannot be determined, because the template writes no special token that plain rows lack.
+    """
     if not tokenizer.chat_template:
         return False
-    own = template_token_ids(tokenizer, template_kwargs)
-    return not own.isdisjoint(ids) if own else None
+    template_ids = template_token_ids(tokenizer, template_kwargs)
+    return not template_ids.isdisjoint(ids) if template_ids else None
 
 
-def template_token_ids(tokenizer: PreTrainedTokenizerBase, template_kwargs: dict | None) -> set[int]:
-    """Ids of the special tokens that the chat template writes around a user's turn, and texts do not hold."""
-    everyday = {getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad", "unk")}
-    return written_special_ids(tokenizer, template_kwargs) - everyday
+def template_token_ids(tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any] | None) -> set[int]:
+    """Return the ids of special tokens that the chat template writes around a user's turn, and plain rows lack."""
+    general = {getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad", "unk")}
+    return template_special_ids(tokenizer, template_kwargs) - general
 
 
-def written_special_ids(tokenizer: PreTrainedTokenizerBase, template_kwargs: dict | None) -> set[int]:
+def template_special_ids(tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any] | None) -> set[int]:
     """Return the ids of all special tokens that the chat template writes around a user's turn."""
     turn = ChatTemplate(tokenizer, None, template_kwargs).render([{"role": "user", "content": "hello"}])
     return {*plain_ids(tokenizer, [turn])[0]} & special_ids(tokenizer)
 
 
-def refuse_ours(template_kwargs: Iterable[str]) -> None:
-    """Raises InputError for options of a template that each rendering is given by us."""
-    if ours := named(key for key in template_kwargs if key in _OURS):
-        raise InputError(f"{ours} cannot be given: each rendering has its own")
+def check_reserved_options(template_kwargs: Iterable[str]) -> None:
+    """Raise InputError for options of a template that this module sets for each rendering."""
+    if names := join_names(key for key in template_kwargs if key in _RESERVED_OPTIONS):
+        raise InputError(f"{names} cannot be set, because each rendering has its own value. Remove it")
 
 
-def check_switches(tokenizer: PreTrainedTokenizerBase, template_kwargs: Iterable[str]) -> None:
+def check_template_options(tokenizer: PreTrainedTokenizerBase, template_kwargs: Iterable[str]) -> None:
     """Raise InputError for an option that no template of the tokenizer reads and that resembles one that is read.
 
     Other options that are not read are reported by `find_unread`.
     """
-    known = known_switches(tokenizer)
+    known = template_options(tokenizer)
     # a recipe for Qwen's models may be run with another model
     for key in sorted({*template_kwargs} - known - {"enable_thinking"}):
-        if near := nearest(key, known - _OURS, listed=False):
-            raise InputError(f"chat_template_kwargs: the chat template does not know {shown(key)}{near}")
+        if hint := name_hint(key, known - _RESERVED_OPTIONS, list_valid=False):
+            raise InputError(f"chat_template_kwargs: the chat template does not know {short_repr(key)}{hint}")
 
 
-def known_switches(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
+def template_options(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
     """Return the options that a chat template of the tokenizer reads; there may be several by name, or none."""
-    given: Any = tokenizer.chat_template
-    templates = given.values() if isinstance(given, dict) else filter(None, [given])
-    return frozenset[str]().union(*map(variables, templates))
+    chat_template: Any = tokenizer.chat_template
+    templates = chat_template.values() if isinstance(chat_template, dict) else filter(None, [chat_template])
+    return frozenset[str]().union(*map(template_variables, templates))
 
 
-def turn_end_id(tokenizer: PreTrainedTokenizerBase, template_kwargs: dict | None = None) -> int:
-    """The id that ends an assistant turn in training rows: the first special token that the template writes after its
-    content. What generation stops at: `models.policy.find_terminal_ids`.
+def turn_end_id(tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any] | None = None) -> int:
+    """Return the id that ends an assistant turn in training rows.
 
-    A base model's eos often differs (Qwen: eos <|endoftext|>, turns end with <|im_end|>). Without a template, or if
-    the template writes none, it is the eos. Raises InputError if there is neither.
+    It is the first special token that the template writes after the content. The tokens that end generation are
+    determined by `models.policy.find_terminal_ids`. The eos of a base model is often another token (Qwen: the eos is
+    <|endoftext|>, and turns end with <|im_end|>). Without a template, or if the template writes no special token, it is
+    the eos.
+
+    Raises:
+        InputError: If there is neither.
     """
     if not tokenizer.chat_template:
         return eos_id(tokenizer)
     with error_context("chat_template_kwargs"):
-        refuse_ours(template_kwargs or {})
+        check_reserved_options(template_kwargs or {})
     probe = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": _PROBE}]
     tail = ChatTemplate(tokenizer, None, template_kwargs).render(probe).rpartition(_PROBE)[2]
-    check_switches(tokenizer, template_kwargs or {})
+    check_template_options(tokenizer, template_kwargs or {})
     special = special_ids(tokenizer)
     ends = [i for i in plain_ids(tokenizer, [tail])[0] if i in special]
     return ends[0] if ends else eos_id(tokenizer)
 
 
 def mark_turn_end(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Make the token that ends a turn special where it was added to the tokenizer as an ordinary one.
+    """Make the token that ends a turn special, if it was added to the tokenizer as an ordinary token.
 
-    Answers are then decoded without it, here and with transformers. A special token that the template writes at the end
-    of the conversation alone does not count: as in Phi-3, it follows the end of the last turn.
+    Answers are then decoded without it, both here and in transformers. A special token that the template writes only at
+    the end of the conversation does not count. In Phi-3, for example, it follows the end of the last turn.
     """
     if not tokenizer.chat_template:
         return
-    asked = {"role": "user", "content": f"{_PROBE}x"}
-    turns: Messages = [asked, {"role": "assistant", "content": f"{_PROBE}y"}]
+    question = {"role": "user", "content": f"{_PROBE}x"}
+    turns: Messages = [question, {"role": "assistant", "content": f"{_PROBE}y"}]
     template = ChatTemplate(tokenizer)
     try:
         last = template.render(turns)
-        earlier = template.render([*turns, asked])
+        earlier = template.render([*turns, question])
     except InputError:
         return
-    _, written, tail = last.rpartition(f"{_PROBE}y")
+    _, answer, tail = last.rpartition(f"{_PROBE}y")
     between = earlier.partition(f"{_PROBE}y")[2].partition(_PROBE)[0]
-    if not written:
+    if not answer:
         return
 
     special = special_ids(tokenizer)
     markers = marker_ids(tokenizer)
-    of_tail, of_turn = plain_ids(tokenizer, [tail, between])
-    ends = [i for i in of_tail if i in markers]
-    # a special token after each turn ends it, whatever markup stands before it
-    special_ends = [i for i in ends if i in special and i in of_turn]
+    tail_ids, between_ids = plain_ids(tokenizer, [tail, between])
+    ends = [i for i in tail_ids if i in markers]
+    # a special token after each turn ends it, whatever markup precedes it
+    special_ends = [i for i in ends if i in special and i in between_ids]
     if not ends or ends[0] in special or special_ends:
         return
     token = tokenizer.added_tokens_decoder[ends[0]]
     token.special = True
     tokenizer.add_special_tokens({"additional_special_tokens": [token]}, replace_extra_special_tokens=False)
-    logger.info("%s ends the turns of the chat template: it is a special token from now on", token.content)
+    logger.info("%s ends the turns of the chat template, so it was made a special token", token.content)
 
 
 def marker_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
@@ -363,7 +438,7 @@ def marker_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
 
 
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Ids of special tokens, which plain text never becomes."""
+    """Return the ids of special tokens, which plain text never contains."""
     return {*tokenizer.all_special_ids, *_added_special_ids(tokenizer, len(tokenizer))}
 
 
@@ -373,7 +448,7 @@ def _added_special_ids(tokenizer: PreTrainedTokenizerBase, size: int) -> frozens
 
 
 def join_messages(prompt: Messages, completion: Messages) -> Messages:
-    """`prompt + completion`; a completion that continues a prefilled assistant turn is one turn with it."""
+    """Return `prompt + completion`. A completion that continues a prefilled assistant turn is merged with it."""
     last = prompt[-1]
     first = completion[0]
     if (last["role"], first["role"]) != ("assistant", "assistant"):
@@ -381,53 +456,63 @@ def join_messages(prompt: Messages, completion: Messages) -> Messages:
     return [*prompt[:-1], {**last, **first, "content": last["content"] + first["content"]}, *completion[1:]]
 
 
-def shared_length(first: Sequence, second: Sequence) -> int:
-    """Length of the longest common prefix of two strings or lists."""
-    if first == second[: len(first)]:  # at once, which is the usual case
+def common_prefix_length(first: Sequence[object], second: Sequence[object]) -> int:
+    """Return the length of the longest common prefix of two strings or lists."""
+    if first == second[: len(first)]:  # the usual case, without a loop
         return len(first)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
 
 
-def text_behind(start: str, full: str) -> str:
-    """What follows `start` in `full`. Raises InputError where `full` does not begin with it."""
+def text_after(start: str, full: str) -> str:
+    """Return the text that follows `start` in `full`.
+
+    Raises:
+        InputError: If `full` does not begin with `start`.
+    """
     if full.startswith(start):
         return full[len(start) :]
-    n = shared_length(start, full)
-    here, there = (text[max(0, n - 20) : n + 30] for text in (start, full))
+    n = common_prefix_length(start, full)
+    in_prompt, in_conversation = (text[max(0, n - 20) : n + 30] for text in (start, full))
     raise InputError(
-        f"the rendered conversation does not begin with its rendered prompt: the prompt has {here!r} where the"
-        f" conversation has {there!r}; the template rewrites earlier turns or thinking. Set chat_template_kwargs (for"
-        " instance {enable_thinking: false}) or a template made for training, with {% generation %} tags around what"
-        " assistants write"
+        f"the rendered conversation does not begin with its rendered prompt. The prompt has {in_prompt!r}, and the"
+        f" conversation has {in_conversation!r}. The template rewrites earlier turns or thinking. Set"
+        " chat_template_kwargs (for example {enable_thinking: false}), or use a template for training, with"
+        " {% generation %} tags around the text of assistants"
     )
 
 
 def plain_ids(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
-    """Ids of each text, without anything that the tokenizer would add."""
+    """Return the ids of each text, without special tokens that the tokenizer would add."""
     return tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
 
 
 def prefix_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The ids that the tokenizer itself writes before any text: usually [] or [BOS]."""
+    """Return the ids that the tokenizer itself adds before any text, usually [] or [BOS]."""
     bare = plain_ids(tokenizer, ["x"])[0]
-    dressed = tokenizer("x")["input_ids"]
-    return next((dressed[:n] for n in range(len(dressed)) if dressed[n : n + len(bare)] == bare), [])
+    full = tokenizer("x")["input_ids"]
+    return next((full[:n] for n in range(len(full)) if full[n : n + len(bare)] == bare), [])
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
-    """Ids of each text, plain or rendered: BOS once if the tokenizer writes one, and no EOS that it would append."""
+    """Return the ids of each text, plain or rendered.
+
+    They begin with one BOS if the tokenizer adds one, and have no EOS that it would append.
+    """
     # templates often write the BOS themselves, so the tokenizer's own is added only where it is missing
     prefix = prefix_ids(tokenizer)
     return [ids if ids[: len(prefix)] == prefix else prefix + ids for ids in plain_ids(tokenizer, texts)]
 
 
-def end_once(tokenizer: PreTrainedTokenizerBase, ids: list[int], end_id: int, others: Set[int]) -> list[int]:
-    """`ids` ending in exactly one `end_id`: blank text and special tokens after it are dropped; appended if absent and
-    `ids` do not end in one of `others`.
+def with_single_end(
+    tokenizer: PreTrainedTokenizerBase, ids: list[int], end_id: int, alternative_ends: Set[int]
+) -> list[int]:
+    """Return ids that end in exactly one `end_id`, without blank text and special tokens after it.
+
+    `end_id` is appended if it is absent and the ids do not end in one of `alternative_ends`.
     """
     last = max((n for n, i in enumerate(ids) if i == end_id), default=None)
     if last is None or str(tokenizer.decode(ids[last + 1 :], skip_special_tokens=True)).strip():
-        return ids if ids and ids[-1] in others else [*ids, end_id]
+        return ids if ids and ids[-1] in alternative_ends else [*ids, end_id]
     while last and ids[last - 1] == end_id:
         last -= 1
     return ids[: last + 1]
@@ -438,42 +523,52 @@ def encode_pairs(
     prompts: list[str],
     completions: list[str],
     end_id: int,
-    others: Set[int] = frozenset(),
+    alternative_ends: Set[int] = frozenset(),
 ) -> list[tuple[list[int], list[int]]]:
-    """(prompt ids, completion ids) of each pair, tokenised together in two calls.
+    """Tokenize pairs of a prompt and a completion, in two calls for all pairs.
 
-    The prompt's ids are those that generation would see, so a token never spans the boundary: where tokenising the
-    whole text merges across it, the completion is tokenised on its own, to ids that say the same text behind the
-    prompt. Completions end with one `end_id`, or one of the `others`.
+    The ids of a prompt are those that generation would use, so no token spans the boundary. If tokenizing the whole
+    text merges across it, the completion is tokenized alone, to ids that decode to the same text after the prompt.
+
+    Args:
+        tokenizer: The tokenizer.
+        prompts: Text of each prompt.
+        completions: Text of each completion, which follows its prompt without a separator.
+        end_id: The id that ends each completion, once.
+        alternative_ends: Ids that may end a completion instead.
+
+    Returns:
+        Prompt ids and completion ids of each pair.
     """
-    heads = encode(tokenizer, prompts)
-    fulls = encode(tokenizer, [p + c for p, c in zip(prompts, completions, strict=True)])
+    prompt_ids = encode(tokenizer, prompts)
+    full_ids = encode(tokenizer, [p + c for p, c in zip(prompts, completions, strict=True)])
     pairs = []
-    for head, full, completion in zip(heads, fulls, completions, strict=True):
-        # behind a prompt that ends in the unknown token equal beginnings prove nothing: a token merged across the
-        # boundary would be unknown too
-        hidden = head and head[-1] == tokenizer.unk_token_id
-        split = full[: len(head)] == head and not hidden
-        tail = full[len(head) :] if split else _ids_behind(tokenizer, head, full, completion)
-        pairs.append((head, end_once(tokenizer, tail, end_id, others)))
+    for head, full, completion in zip(prompt_ids, full_ids, completions, strict=True):
+        # after a prompt that ends in the unknown token an equal prefix proves nothing, since a token that merges across
+        # the boundary would be unknown too
+        is_ambiguous = head and head[-1] == tokenizer.unk_token_id
+        is_prefix = full[: len(head)] == head and not is_ambiguous
+        tail = full[len(head) :] if is_prefix else _completion_ids(tokenizer, head, full, completion)
+        pairs.append((head, with_single_end(tokenizer, tail, end_id, alternative_ends)))
     return pairs
 
 
-def _ids_behind(tokenizer: PreTrainedTokenizerBase, head: list[int], full: list[int], completion: str) -> list[int]:
-    """Ids of the completion that with `head` say what `full` says."""
-    ways = ways_behind(tokenizer, completion)
-    whole = tokenizer.decode(full)
-    first = next(ways)
-    return next((ids for ids in chain([first], ways) if tokenizer.decode(head + ids) == whole), first)
+def _completion_ids(tokenizer: PreTrainedTokenizerBase, head: list[int], full: list[int], completion: str) -> list[int]:
+    """Return ids of the completion that decode, after `head`, to the text of `full`."""
+    candidates = continuation_ids(tokenizer, completion)
+    text = tokenizer.decode(full)
+    first = next(candidates)
+    return next((ids for ids in chain([first], candidates) if tokenizer.decode(head + ids) == text), first)
 
 
-def ways_behind(tokenizer: PreTrainedTokenizerBase, text: str) -> Iterator[list[int]]:
-    """Ids of a text that stands behind another: as it is alone, and behind characters that nothing merges with.
+def continuation_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> Iterator[list[int]]:
+    """Yield tokenizations of a text that follows another text.
 
-    A tokenizer in the manner of sentencepiece puts a space before any text, which one that goes on must not gain.
+    The first one is of the text alone, and the others are of the text after characters that nothing merges with.
+    SentencePiece tokenizers prepend a space to any text, which a continuation must not gain.
     """
     yield plain_ids(tokenizer, [text])[0]
     for anchor in ("\n", ".", "|"):
-        before, both = plain_ids(tokenizer, [anchor, anchor + text])
-        if both[: len(before)] == before:
-            yield both[len(before) :]
+        anchor_ids, both = plain_ids(tokenizer, [anchor, anchor + text])
+        if both[: len(anchor_ids)] == anchor_ids:
+            yield both[len(anchor_ids) :]

@@ -22,7 +22,7 @@ from vision_for_tests import seeing
 from hf_posttrain.commands import chat
 from hf_posttrain.commands.inference import InferenceModel
 from hf_posttrain.data import chat as templates
-from hf_posttrain.data.images import read_by
+from hf_posttrain.data.images import get_image_reader
 from hf_posttrain.data.prepare import prepare
 from hf_posttrain.data.sources import load
 from hf_posttrain.errors import InputError
@@ -160,7 +160,7 @@ def test_a_refused_turn_is_taken_back(talk, given, folder):
     refusing = "{% if 'bad' in messages[-1].content %}{{ raise_exception('bad word') }}{% endif %}"
     (folder / "template.jinja").write_text(refusing + CHATML)
     told = talk(["Hi", "a bad one", "Bye"], "base", "--chat_template", "template.jinja")
-    assert "(the chat template refuses messages with roles [user, assistant, user]: bad word)" in told
+    assert "(the chat template rejects messages with roles [user, assistant, user]: bad word)" in told
     assert given[1] == given[0] + "answer 1<|im_end|>\n" + ASKED.format("Bye")
 
 
@@ -248,7 +248,7 @@ def test_an_answer_is_shown_while_it_is_made_and_without_what_a_terminal_obeys(c
 def test_a_model_that_sees_talks_without_pictures(talk):
     model, tokenizer = seeing("qwen3_vl")
     model.save_pretrained("sees")
-    read_by(tokenizer).processor.save_pretrained("sees")
+    get_image_reader(tokenizer).processor.save_pretrained("sees")
     talk(["Hi", "/save said.jsonl"], "sees")
     assert len(saved()) == 1
 
@@ -270,7 +270,7 @@ def test_logits_that_are_nan_are_told_in_a_line(talk):
     (["base", "--chat_template", "base/chat_template.jinj"], "did you mean 'base/chat_template.jinja'?"),
     (["base", "--chat_template_kwargs", "{x"], "expected a mapping of options"),
     (["base", "--chat_template_kwargs", "[1]"], "expected a mapping of options"),
-    (["base", "--chat_template_kwargs", '{"x": "no"}'], "which templates take for true"),
+    (["base", "--chat_template_kwargs", '{"x": "no"}'], "which templates treat as true"),
     (["base", "--plain", "--system", "x"], "--system needs a chat template"), (["base", "--sed", "1"], "--sed"),
     (["base", "--plain", "--chat_template_kwargs", '{"x": 1}'], "--chat_template_kwargs needs a chat template"),
     (["small", "--adapter", "adapter"], "adapter adapter was not trained on small: the base lacks"), ([], "MODEL"),

@@ -397,11 +397,11 @@ def test_rows_longer_than_the_models_positions(method, caplog):
     warn_if_too_long(prepared.to_iterable_dataset(), GPT2Config(n_positions=8), config(**options))
     assert caplog.messages == []
     warn_if_too_long(prepared, GPT2Config(n_positions=8), config(**options))
-    are, remedy = "are", "set train.max_length=8"
+    are, remedy = "are", "Set train.max_length=8"
     if kind.sampled:  # its completions are yet to be sampled
-        are, remedy = "may become", "set train.max_length=8, and train.max_completion_length below it"
+        are, remedy = "may become", "Set train.max_length=8, and train.max_completion_length below it"
     assert caplog.messages == [
-        f"train: 2 examples {are} longer than the model's 8 positions (max_position_embeddings), up to 11 tokens: "
+        f"train: 2 examples {are} longer than the model's 8 positions (max_position_embeddings), up to 11 tokens. "
         f"{remedy}"
     ]
 
@@ -598,7 +598,7 @@ def test_contradictory_loss_options():
         prepare([{"text": "a b"}], "sft", assistant_only_loss=True)
     with pytest.raises(InputError, match="assistant_only_loss needs messages"):
         prepare([GOOD], "sft", assistant_only_loss=True)
-    with pytest.raises(InputError, match=r"row 0: messages need a chat template"):
+    with pytest.raises(InputError, match=r"row 0: messages require a chat template"):
         prepare([{"messages": [USER, REPLY]}], "sft", tok.words_tokenizer())
 
 

@@ -15,7 +15,7 @@ from training_for_tests import TABLE
 from transformers.image_utils import load_image
 from vision_for_tests import KINDS, TURN, family_of, pictures, processor_of
 
-from hf_posttrain.data.images import MARK, open_picture, picture_size, read_by, stored, take_pictures, with_pictures
+from hf_posttrain.data.images import MARK, open_image, image_size, get_image_reader, to_stored_image, extract_images, attach_image_reader
 from hf_posttrain.data.prepare import prepare
 from hf_posttrain.errors import InputError
 from hf_posttrain.methods import config_class
@@ -37,7 +37,7 @@ def image(value=None, key="image"):
 
 def prepared(rows, method="sft", kind="qwen3_vl", tmp_path="out", **options):
     """The prepared rows, and the tokenizer."""
-    tokenizer = with_pictures(processor_of(kind))
+    tokenizer = attach_image_reader(processor_of(kind))
     config = config_class(TABLE[method])(output_dir=str(tmp_path), use_cpu=True, report_to="none", **options)
     made = rows if isinstance(rows, datasets.Dataset) else trainer_rows(rows)
     return prepare(made, TABLE[method], tokenizer, config, "train"), tokenizer
@@ -78,7 +78,7 @@ def test_a_column_in_every_form(way):
     expected, _ = prepared([{"messages": [user(image(LOGO), "What?"), *said("yes")]}] * 2)
     for name in ("prompt_ids", "completion_ids", "completion_mask"):
         assert found[name] == expected[name]
-    assert open_picture(found[0]["images"][0]).tobytes() == Image.open(LOGO).convert("RGB").tobytes()
+    assert open_image(found[0]["images"][0]).tobytes() == Image.open(LOGO).convert("RGB").tobytes()
 
 
 @pytest.mark.parametrize("value", ["path", "pil", "bytes", "openai"])
@@ -91,8 +91,8 @@ def test_parts_of_a_content_in_every_form(value):
     }[value]  # fmt: skip
     found, tokenizer = prepared([{"prompt": [user(part, "What?")], "completion": said("yes")}] * 2)
     text = tokenizer.decode(found[0]["prompt_ids"])
-    reader = read_by(tokenizer)
-    assert text.count("<|image_pad|>") == reader.features(reader.expansion(stored(LOGO))) == 8
+    reader = get_image_reader(tokenizer)
+    assert text.count("<|image_pad|>") == reader.count_features(reader.expansion(to_stored_image(LOGO))) == 8
     assert len(found[0]["images"]) == 1
 
 
@@ -100,9 +100,9 @@ def test_a_data_set_with_an_image_feature():
     rows = {"messages": [[{"role": "user", "content": "What?"}, *said("yes")]] * 2, "image": [LOGO, PHOTO]}
     made = datasets.Dataset.from_dict(rows).cast_column("image", datasets.Image())
     found, tokenizer = prepared(made)
-    counts = [row["completion_ids"].count(read_by(tokenizer).token_ids[0]) for row in found]
+    counts = [row["completion_ids"].count(get_image_reader(tokenizer).token_ids[0]) for row in found]
     assert counts == [8, 12]
-    assert open_picture(found[1]["images"][0]).size == (512, 600)
+    assert open_image(found[1]["images"][0]).size == (512, 600)
 
 
 def test_places_in_a_text_and_the_beginning_without_any():
@@ -129,11 +129,11 @@ def test_ids_are_those_of_the_processor(kind):
     text = tokenizer.apply_chat_template(bare, tokenize=False)
     images = [Image.open(p).convert("RGB") for p in (PHOTO, LOGO, LOGO)]
     nested = images if kind.startswith("qwen") else [images]
-    expected = read_by(tokenizer).processor(text=[text], images=nested, add_special_tokens=False)["input_ids"][0]
+    expected = get_image_reader(tokenizer).processor(text=[text], images=nested, add_special_tokens=False)["input_ids"][0]
     ids = found[0]["prompt_ids"] + found[0]["completion_ids"]
     assert ids == expected[: len(ids)]
     assert len(expected) - len(ids) <= 1  # a line break behind the last turn
-    features = {*read_by(tokenizer).token_ids}
+    features = {*get_image_reader(tokenizer).token_ids}
     assert all(not on for token, on in zip(found[0]["completion_ids"], found[0]["completion_mask"], strict=True)
                if token in features)  # fmt: skip
     assert sum(found[0]["completion_mask"]) > 10
@@ -151,7 +151,7 @@ def test_tags_of_a_template_are_kept_to_around_pictures(kind):
     """Of a template that writes more into an assistant's turn than it tags."""
 
     def trained(turns, template):
-        tokenizer = with_pictures(processor_of(kind))
+        tokenizer = attach_image_reader(processor_of(kind))
         tokenizer.chat_template = tokenizer.chat_template.replace("{% for m in messages %}", template)
         config = config_class(TABLE["sft"])(output_dir="out", use_cpu=True, report_to="none", train_on="assistant")
         [row] = prepare(trainer_rows([{"messages": turns}]), TABLE["sft"], tokenizer, config, "train")
@@ -203,7 +203,7 @@ def test_a_placeholder_in_an_answer_is_text():
 
 def test_a_problem_names_its_picture_once():
     with pytest.raises(InputError) as caught:
-        read_by(with_pictures(processor_of("qwen3_vl"))).expansion({"path": __file__, "bytes": None})
+        get_image_reader(attach_image_reader(processor_of("qwen3_vl"))).expansion({"path": __file__, "bytes": None})
     assert str(caught.value) == f"{__file__}: is no picture that PIL reads"
 
 
@@ -220,8 +220,8 @@ def test_photographs_stand_upright(tmp_path):
     marks = Image.Exif()
     marks[ExifTags.Base.Orientation] = 6
     Image.open(LOGO).convert("RGB").resize((40, 20)).save(tmp_path / "a.jpg", exif=marks)
-    picture = stored(str(tmp_path / "a.jpg"))
-    assert picture_size(picture) == open_picture(picture).size == load_image(str(tmp_path / "a.jpg")).size == (20, 40)
+    picture = to_stored_image(str(tmp_path / "a.jpg"))
+    assert image_size(picture) == open_image(picture).size == load_image(str(tmp_path / "a.jpg")).size == (20, 40)
 
 
 # ---- what is refused
@@ -238,7 +238,7 @@ def test_photographs_stand_upright(tmp_path):
         ({"messages": [user(image(), "x"), *said("yes")]}, "1 places without a picture of their own, and 0 pictures"),
         ({"messages": [{"role": "user", "content": "<image> <image>"}, *said("yes")], "images": [LOGO]},
          "it has 1 pictures, and the text 2 <image>"),
-        ({"messages": [user(image(LOGO), "<|image_pad|>"), *said("yes")]}, "the chat template writes 2 places"),
+        ({"messages": [user(image(LOGO), "<|image_pad|>"), *said("yes")]}, "the chat template writes 2 image tokens"),
         ({"messages": [user("<|image_pad|>"), *said("yes")]}, "take the token of pictures out of the text"),
         ({"prompt": "What?", "completion": "yes", "images": [LOGO]}, "a row with pictures needs messages"),
         ({"messages": [user(f"a{MARK}"), *said("yes")]}, "U.FDD0"),
@@ -265,7 +265,7 @@ def test_16_bits_are_not_white():
     """A gradient from black to white, as scanners and depth cameras save it."""
     ramp = np.linspace(0, 65535, 64 * 64).reshape(64, 64).astype(np.uint16)
     scan = written(lambda file: Image.fromarray(ramp).save(file, "PNG"))
-    shown = np.asarray(open_picture({"bytes": scan, "path": None}))
+    shown = np.asarray(open_image({"bytes": scan, "path": None}))
     assert np.array_equal(shown[..., 0], ramp // 256)
     assert np.array_equal(shown[..., 0], shown[..., 2])
 
@@ -297,7 +297,7 @@ def test_whole_conversations_next_to_a_prompt_of_text(way):
     alone, _ = prepared([{name: value for name, value in row.items() if name != "prompt"}] * 2, "dpo")
     assert found[0] == alone[0]
     assert len(found[0]["images"]) == 1
-    with pytest.raises(InputError, match="column 'prompt': 'Who' does not stand in what chosen and rejected share"):
+    with pytest.raises(InputError, match="column 'prompt': 'Who' is not part of the turns that 'chosen' and 'rejected' share"):
         prepared([row | {"prompt": "Who"}] * 2, "dpo")
 
 
@@ -321,7 +321,7 @@ def test_no_picture_is_ever_cut(kind, caplog):
     asked = [user("x", image(LOGO), "What is it" + "?" * 4 * n) for n in range(4)]
     rows = [{"prompt": [question], "completion": said("y" * 20)} for question in asked]
     whole, tokenizer = prepared(rows, kind=kind, max_length=None)
-    features = {*read_by(tokenizer).token_ids}
+    features = {*get_image_reader(tokenizer).token_ids}
     count = lambda row: sum(i in features for i in row["prompt_ids"] + row["completion_ids"])  # noqa: E731
     expected = count(whole[0])
     seen = set()
@@ -345,12 +345,12 @@ def test_a_conversation_keeps_the_pictures_before_its_last_trained_token(kind):
     """And no other: where its second answer is cut off whole, the second picture is not shown, with all its tokens."""
     turns = [user(image(LOGO), "What?"), *said("A logo."), user("And", image(PHOTO), "?"), *said("A face.")]
     _, tokenizer = prepared([{"messages": turns}], kind=kind)
-    reader, seen = read_by(tokenizer), set()
+    reader, seen = get_image_reader(tokenizer), set()
     for size in range(20, 220):
         with suppress(InputError):  # nothing to train on is left, or a picture would be cut
             [row], _ = prepared([{"messages": turns}], kind=kind, max_length=size, train_on="assistant")
             places = sum(i in reader.token_ids for i in row["prompt_ids"] + row["completion_ids"])
-            assert places == sum(reader.features(reader.expansion(picture)) for picture in row["images"])
+            assert places == sum(reader.count_features(reader.expansion(picture)) for picture in row["images"])
             assert row["completion_mask"][-1]
             seen.add(len(row["images"]))
     assert seen == {1, 2}
@@ -370,7 +370,7 @@ def test_prepared_rows_are_the_same_from_the_cache(tmp_path):
 def test_a_picture_keeps_what_it_was(tmp_path):
     buffer = io.BytesIO()
     Image.new("L", (20, 12), 99).save(buffer, format="PNG")
-    found = open_picture(stored(buffer.getvalue()))
+    found = open_image(to_stored_image(buffer.getvalue()))
     assert (found.mode, found.size, found.getpixel((3, 3))) == ("RGB", (20, 12), (99, 99, 99))
-    row, taken = take_pictures({"prompt": "see <image>", "images": [LOGO]}, "prompt")
+    row, taken = extract_images({"prompt": "see <image>", "images": [LOGO]}, "prompt")
     assert (row["prompt"], len(taken)) == (f"see {MARK}", 1)

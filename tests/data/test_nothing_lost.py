@@ -10,7 +10,7 @@ from test_data import ASKED, END, REPLY, USER, WRONG, config, jsonl, prepare, so
 from tokenizers_for_tests import CHATML, CHATML_GENERATION, DEEPSEEK, QWEN3, byte_tokenizer
 
 from hf_posttrain.commands import data as data_command
-from hf_posttrain.data.audit import audits
+from hf_posttrain.data.audit import audit_datasets
 from hf_posttrain.data.formats import read_format
 from hf_posttrain.data.sources import load
 from hf_posttrain.errors import InputError
@@ -66,10 +66,10 @@ def test_columns_that_are_not_read_are_named_once_in_a_run_and_in_a_check(caplog
         prepare([row, row], "sft", assistant_only_loss=True)
     assert [text for text in caplog.messages if "not read" in text] == [f"train: {told}"]
     raw = {"train": datasets.Dataset.from_list([row])}
-    audit = audits(raw, METHODS["sft"], byte_tokenizer(), config(assistant_only_loss=True))["train"]
+    audit = audit_datasets(raw, METHODS["sft"], byte_tokenizer(), config(assistant_only_loss=True))["train"]
     assert audit.notes == [told]
     assert f"  {told}" in audit.lines()
-    audit = audits(raw, METHODS["sft"], byte_tokenizer(), config())["train"]
+    audit = audit_datasets(raw, METHODS["sft"], byte_tokenizer(), config())["train"]
     assert "all turns are trained, the users' too" in audit.notes[1]
 
 
@@ -95,10 +95,10 @@ def test_a_system_column_is_the_first_turn(row, method):
 
 
 def test_a_system_column_without_one_meaning_is_refused():
-    with pytest.raises(InputError, match="column 'system': the messages have a system turn of another text, 'Be short"):
+    with pytest.raises(InputError, match="column 'system': the messages have a system turn with another text, 'Be short"):
         prepare([{"system": "Be long.", "prompt": [SYSTEM, USER], "completion": [REPLY]}], "sft")
     plain = [{"system": "Be short.", "prompt": "2+2?", "completion": "4"}]
-    with pytest.raises(InputError, match="row 0: column 'system': the row is plain text otherwise: set apply_chat"):
+    with pytest.raises(InputError, match="row 0: column 'system': requires messages, .*plain text. Set `apply_"):
         prepare(plain, "sft")
     assert texts(plain, "sft", apply_chat_template=True)[0][0] == AFTER_SYSTEM
 
@@ -216,8 +216,8 @@ def test_rows_are_the_same_on_every_day(template, caplog):
     [
         ({"enable_thinkng": False}, "template does not know 'enable_thinkng'; did you mean 'enable_thinking'?"),
         ({"thinking": False}, "did you mean 'enable_thinking'?"),
-        ({"add_generation_prompt": True}, "add_generation_prompt cannot be given: each rendering has its own"),
-        ({"tools": [], "messages": []}, "tools, messages cannot be given"),
+        ({"add_generation_prompt": True}, "add_generation_prompt cannot be set, because each rendering has its own value"),
+        ({"tools": [], "messages": []}, "tools, messages cannot be set"),
     ],
 )
 def test_switches_that_the_template_does_not_have_are_refused(given, message, caplog):
@@ -375,8 +375,8 @@ def test_a_row_may_have_template_options_of_its_own():
         assert tokenizer.decode(found["chosen_ids"]) == ("" if start else quick) + f"4{END}".rstrip()
     for row, message in (
         ({"messages": [USER, REPLY], "chat_template_kwargs": "a"}, "row 0: column 'chat_template_kwargs': exp"),
-        ({"messages": [USER, REPLY], "chat_template_kwargs": {"tokenize": 1}}, "tokenize cannot be given"),
-        ({"messages": [USER, REPLY], "chat_template_kwargs": {"enable_thinking": "false"}}, "take for true: write"),
+        ({"messages": [USER, REPLY], "chat_template_kwargs": {"tokenize": 1}}, "tokenize cannot be set"),
+        ({"messages": [USER, REPLY], "chat_template_kwargs": {"enable_thinking": "false"}}, "treat as true. Write"),
         ({"prompt": "2+2?", "completion": "4", "chat_template_kwargs": {"a": 1}}, "the row is plain text otherwise"),
     ):
         with pytest.raises(InputError, match=message):
@@ -399,7 +399,7 @@ def test_what_the_template_does_not_write_is_named_with_its_count(caplog):
         caplog.clear()
         prepare(rows, "sft")
         assert caplog.messages == [f"train: {told}"]
-    audit = audits({"train": datasets.Dataset.from_list(rows)}, METHODS["sft"], byte_tokenizer(), config())["train"]
+    audit = audit_datasets({"train": datasets.Dataset.from_list(rows)}, METHODS["sft"], byte_tokenizer(), config())["train"]
     assert f"train: {told}" in audit.warnings()
     caplog.clear()
     off = {"thinking": False}
@@ -467,7 +467,7 @@ def test_turns_of_users_inside_answers_are_counted(caplog):
     long = [USER, REPLY, {**USER, "content": "And 3+3?"}, REPLY]
     rows = [{"chosen": long, "rejected": [USER, WRONG, USER, REPLY]}, {"chosen": long, "rejected": [*long[:3], WRONG]}]
     said = "examples have turns of users or tools inside an answer, which count as a part of it, as in TRL"
-    audit = audits({"train": datasets.Dataset.from_list(rows)}, METHODS["dpo"], byte_tokenizer(), config())["train"]
+    audit = audit_datasets({"train": datasets.Dataset.from_list(rows)}, METHODS["dpo"], byte_tokenizer(), config())["train"]
     for method, count in (("dpo", 1), ("cpo", 1), ("kto", 2)):
         caplog.clear()
         prepare(rows, method)
@@ -506,7 +506,7 @@ def test_an_answer_that_is_labelled_false_is_no_right_one_where_prompts_are_read
         [row] = prepare(rows, "opd")
     assert bool(row["completion_ids"]) == (label is None or str(label).lower() in ("true", "1"))
     assert "not read" not in caplog.text
-    audit = audits({"train": datasets.Dataset.from_list(rows)}, METHODS["opd"], byte_tokenizer(), config())["train"]
+    audit = audit_datasets({"train": datasets.Dataset.from_list(rows)}, METHODS["opd"], byte_tokenizer(), config())["train"]
     assert not any("not read" in note for note in audit.notes)
 
 

@@ -14,7 +14,7 @@ from test_data import config
 
 from hf_posttrain.data import chat
 from hf_posttrain.data.messages import clean_messages
-from hf_posttrain.data.prepare import plan_for, tokenise
+from hf_posttrain.data.prepare import build_plan, tokenise
 from hf_posttrain.errors import InputError
 from hf_posttrain.methods import METHODS
 
@@ -49,7 +49,7 @@ TOOLS = {  # chats with calls
 
 def made_of(tokenizer, messages):
     """(the texts of the trained runs, what the template does not write)."""
-    plan = plan_for("messages", METHODS["sft"], tokenizer, config(assistant_only_loss=True), "hunt")
+    plan = build_plan("messages", METHODS["sft"], tokenizer, config(assistant_only_loss=True), "hunt")
     made = tokenise({"messages": [messages]}, [0], tokenizer, plan)
     pairs = zip(*made["completion_ids"], *made["completion_mask"], strict=True)
     runs = itertools.groupby(pairs, key=lambda pair: pair[1])
@@ -66,7 +66,7 @@ def test_what_is_trained_of_plain_turns_is_the_text_and_its_end(name):
     family, tokenizer = FAMILIES[name], family_tokenizer(FAMILIES[name])
     for what, messages in PLAIN.items():
         if what == "system" and not family.system:
-            with pytest.raises(InputError, match="the chat template refuses messages with roles"):
+            with pytest.raises(InputError, match="the chat template rejects messages with roles"):
                 spans(tokenizer, messages)
             continue
         texts = [message["content"] for message in messages if message["role"] == "assistant"]
@@ -82,7 +82,7 @@ def test_a_conversation_has_the_same_ids_in_each_form_of_row(name):
     tokenizer, forms = family_tokenizer(FAMILIES[name]), []
     row = {"messages": PLAIN["many turns"], "prompt": PLAIN["many turns"][:-1], "completion": PLAIN["many turns"][-1:]}
     for form, only in itertools.product(("messages", "prompt + completion"), (False, True)):
-        plan = plan_for(form, METHODS["sft"], tokenizer, config(assistant_only_loss=only), "hunt")
+        plan = build_plan(form, METHODS["sft"], tokenizer, config(assistant_only_loss=only), "hunt")
         made = tokenise({column: [value] for column, value in row.items()}, [0], tokenizer, plan)
         forms.append(made["prompt_ids"][0] + made["completion_ids"][0])
     assert forms == [forms[0]] * 4
@@ -136,7 +136,7 @@ def test_arguments_as_json_text_are_those_as_a_mapping(name):
 
 def test_arguments_that_are_no_json_are_refused():
     call = {"function": {"name": "f", "arguments": "{city"}}
-    with pytest.raises(InputError, match=r"message 0 \(assistant\): the arguments of a call are no JSON: '{city'"):
+    with pytest.raises(InputError, match=r"message 0 \(assistant\): the arguments of a call are not valid JSON, '{city'"):
         clean_messages([turn("assistant", "", tool_calls=[call])])
 
 
@@ -178,7 +178,7 @@ def test_text_of_the_system_that_a_template_writes_into_an_answer_is_refused():
 def test_a_call_at_the_end_trains_the_end_that_the_template_gives_calls(name):
     tokenizer, end = family_tokenizer(FAMILIES[name]), FAMILIES[name].call.lstrip("]}")
     end += "<|endoftext|>" if end == "</tool_call>" else ""  # plain text, at which no generation stops
-    plan = plan_for("prompt + completion", METHODS["sft"], tokenizer, config(), "hunt")
+    plan = build_plan("prompt + completion", METHODS["sft"], tokenizer, config(), "hunt")
     made = tokenise({"prompt": [[ONE]], "completion": [[CALLED]]}, [0], tokenizer, plan)
     for trained in (spans(tokenizer, [ONE, CALLED])[-1], tokenizer.decode(made["completion_ids"][0])):
         assert trained.endswith(end)
@@ -199,7 +199,7 @@ def test_earlier_answers_of_gpt_oss_train_end_and_the_last_return(tokenizer):
     assert spans(tokenizer, [ONE, first, TWO, second]) == [earlier, last]
     assert spans(tokenizer, [ONE, first, TWO]) == [earlier]
     assert spans(tokenizer, [ONE, FIRST, second]) == [earlier, last]
-    plan = plan_for("prompt + completion", METHODS["sft"], tokenizer, config(), "hunt")
+    plan = build_plan("prompt + completion", METHODS["sft"], tokenizer, config(), "hunt")
     made = tokenise({"prompt": [[ONE, first, TWO]], "completion": [[second]]}, [0], tokenizer, plan)
     assert tokenizer.decode(made["completion_ids"][0]) == last
 
@@ -207,7 +207,7 @@ def test_earlier_answers_of_gpt_oss_train_end_and_the_last_return(tokenizer):
 def test_an_answer_to_a_prompt_that_the_template_rewrites_is_refused_with_assistant_only_loss_too():
     tokenizer = family_tokenizer(FAMILIES["lfm2"])
     tokenizer.chat_template = tokenizer.chat_template.replace("{% else %}", "{% else %}{{ 'Now: ' if loop.last }}")
-    plan = plan_for("prompt + completion", METHODS["sft"], tokenizer, config(assistant_only_loss=True), "hunt")
+    plan = build_plan("prompt + completion", METHODS["sft"], tokenizer, config(assistant_only_loss=True), "hunt")
     with pytest.raises(InputError, match="does not begin with its rendered prompt"):
         tokenise({"prompt": [[ONE]], "completion": [[FIRST]]}, [0], tokenizer, plan)
 
