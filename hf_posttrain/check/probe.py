@@ -154,7 +154,7 @@ def sample_rollouts(trainer: Any, rows: datasets.Dataset) -> SampledRollouts:
     [batch] = trainer.rollouts.window([trainer.data_collator(drawn)], 0)
     tokens = batch.targets
     with torch.no_grad():
-        if trainer.diagnostics.compares_whole(batch):
+        if trainer.diagnostics.can_compare(batch):
             objective = Divergence(reverse_kl, trainer.request("dense", None))
             signal = trainer.teacher.signal(batch, objective.request)
             kl = trainer.score(trainer.model_wrapped, batch, objective.tile(signal, batch)).value.double()

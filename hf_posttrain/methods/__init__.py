@@ -1,27 +1,32 @@
-"""The table of methods: one row is all that anything else knows of a method. Importable without torch.
+"""Registry of the training methods. The rest of the package reads all facts about a method from its `Method` here.
 
-A method's algorithm is in the module of its name: a Config, and a Trainer with `examples` and `losses`.
+The algorithm of a method is in the module with its name, as a Config and a Trainer with `examples` and `losses`. This
+module can be imported without torch.
 """
 
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import yaml
 
 from ..data.row_schema import PREFERENCE, PROMPTS, SUPERVISED, UNPAIRED
 from ..rollouts.options import REWARD, ROLLOUTS, SAMPLERS, TOKEN_WEIGHTS, sampler_problems
 from ..teachers.options import TEACHER
-from ..trainer.limits import BELOW_ONE, COEFFICIENT, COUNT, POSITIVE, SHARE
+from ..trainer.limits import COEFFICIENT, COUNT, FRACTION, FRACTION_BELOW_ONE, POSITIVE
 from ..trainer.method_spec import Method, Paper
 from . import rules
 
+if TYPE_CHECKING:
+    from ..trainer.base import PostTrainer
+    from ..trainer.config import PostTrainConfig
+
 _PREFERENCE_SYMPTOMS = {
-    "no_learning": "Raise train.learning_rate (model.lora wants ten times that of full training), and leave model.dtype"
-    " at default: weights that are trained in bf16 hardly move",
-    "label_leak": "Look in data.train for what gives the label away: lengths, templates, missing ends, one model for"
-    " all good answers and another for all bad ones",
+    "no_learning": "Raise train.learning_rate (model.lora requires about ten times that of full training), and leave"
+    " model.dtype at its default, because weights that are stored in bf16 hardly change",
+    "label_leak": "Check data.train for properties that reveal the label, such as the length, the template, missing end"
+    " tokens, or one model that wrote all good answers and another that wrote all bad ones",
 }
 
 _ROWS = (
@@ -64,7 +69,7 @@ _ROWS = (
             "orpo": "hong2024orpo",
         },
         limits={
-            "label_smoothing": BELOW_ONE,
+            "label_smoothing": FRACTION_BELOW_ONE,
             "beta": POSITIVE,
             "nll_coef": COEFFICIENT,
             "simpo_gamma": COEFFICIENT,
@@ -73,7 +78,8 @@ _ROWS = (
         rules=(rules.dpo_loss_problems, rules.dpo_smoothing_problems),
         symptoms=_PREFERENCE_SYMPTOMS
         | {
-            "chosen_falling": "Set train.nll_coef (0.1 to 5), which holds them up, and lower train.learning_rate",
+            "chosen_falling": "Set train.nll_coef (0.1 to 5), which keeps the chosen answers likely, and lower"
+            " train.learning_rate",
         },
     ),
     Method(
@@ -95,10 +101,11 @@ _ROWS = (
         rules=(rules.kto_problems,),
         symptoms=_PREFERENCE_SYMPTOMS
         | {
-            "chosen_falling": "Lower train.undesirable_weight, which pushes all answers down, and train.learning_rate",
-            "kl_zero": "Raise train.gradient_accumulation_steps or train.per_device_train_batch_size (it is a mean over"
-            " an optimizer step), lower train.undesirable_weight, or set"
-            " train.loss_type=apo_zero_unpaired, which needs no KL",
+            "chosen_falling": "Lower train.undesirable_weight, which reduces the probability of all answers, and"
+            " train.learning_rate",
+            "kl_zero": "Raise train.gradient_accumulation_steps or train.per_device_train_batch_size (the KL is the"
+            " mean over an optimizer step), lower train.undesirable_weight, or set"
+            " train.loss_type=apo_zero_unpaired, which does not use the KL",
         },
     ),
     Method(
@@ -132,7 +139,7 @@ _ROWS = (
             "Distilling the Knowledge in a Neural Network",
             "Geoffrey Hinton and Oriol Vinyals and Jeff Dean",
         ),
-        limits={"kd_coef": SHARE, "temperature": POSITIVE},
+        limits={"kd_coef": FRACTION, "temperature": POSITIVE},
         groups={"teacher": TEACHER},
         rules=(rules.kd_problems, rules.teacher_option_problems),
     ),
@@ -153,7 +160,7 @@ _ROWS = (
         ),
         loss_papers={"policy_gradient": "gu2023minillm"},
         limits={
-            "lmbda": SHARE,
+            "lmbda": FRACTION,
             "temperature": POSITIVE,
             "max_completion_length": COUNT,
             "num_generations": COUNT,
@@ -173,31 +180,33 @@ _ROWS = (
             rules.teacher_option_problems,
         ),
         symptoms={
-            "clipped_rollouts": "Raise train.max_completion_length (and train.max_length with it), or teach the student"
-            " by SFT on finished answers to end its own",
-            "empty_rollouts": "Look at how prompts end (in a turn end, or without the opening of an answer:"
-            " train.apply_chat_template, model.chat_template); if it began in mid-run, lower"
-            " train.learning_rate",
-            "no_eos": "Train the student by SFT first, or give it the chat template that its answers end by"
+            "clipped_rollouts": "Raise train.max_completion_length together with train.max_length, or train the student"
+            " by SFT on finished answers first, so that it ends its answers",
+            "empty_rollouts": "Check how the prompts end. They must not end with an end-of-turn token, and must include"
+            " the opening of the answer (train.apply_chat_template, model.chat_template). If the problem began during"
+            " the run, lower train.learning_rate",
+            "no_eos": "Train the student by SFT first, or set the chat template whose end token its answers use"
             " (train.apply_chat_template, model.chat_template)",
         },
     ),
 )
-METHODS: dict[str, Method] = {method.name: method for method in _ROWS}  # name in a recipe -> row of the table
+METHODS: dict[str, Method] = {method.name: method for method in _ROWS}  # by the value of `method` in a recipe
 
 
 @cache
 def papers() -> dict[str, Paper]:
-    """Those of papers.yaml, by their key."""
-    known = yaml.safe_load(Path(__file__).with_name("papers.yaml").read_text(encoding="utf-8"))
-    return {key: Paper(key, **fields) for key, fields in known.items()}
+    """Return the papers of papers.yaml by their BibTeX key."""
+    entries = yaml.safe_load(Path(__file__).with_name("papers.yaml").read_text(encoding="utf-8"))
+    return {key: Paper(key, **fields) for key, fields in entries.items()}
 
 
-def config_class(method: Method) -> Any:
-    """The method's Config, with torch."""
-    return getattr(import_module(method.module), method.config_name)
+def config_class(method: Method) -> "type[PostTrainConfig]":
+    """Return the Config of a method. Imports torch."""
+    config: type[PostTrainConfig] = getattr(import_module(method.module), method.config_name)
+    return config
 
 
-def trainer_class(method: Method) -> Any:
-    """The method's Trainer, with torch."""
-    return getattr(import_module(method.module), method.trainer_name)
+def trainer_class(method: Method) -> "type[PostTrainer]":
+    """Return the Trainer of a method. Imports torch."""
+    trainer: type[PostTrainer] = getattr(import_module(method.module), method.trainer_name)
+    return trainer

@@ -1,9 +1,9 @@
-"""Contrastive preference optimisation: pairs without a reference, and the NLL of the chosen answer.
+"""Contrastive preference optimisation: a preference loss without a reference, plus the NLL of the chosen answer.
 
     loss = mean over pairs of  -log s(beta (log pi(chosen) - log pi(rejected)))  +  cpo_alpha * NLL(chosen) / |chosen|
 
-Log-probabilities are summed over trained tokens; the second term keeps the chosen answers likely.
-Source: Xu et al. 2024 (arXiv 2401.08417); the NLL is taken per token, as the authors' code does.
+Log-probabilities are sums over trained tokens. The second term keeps the chosen answers likely. Source: Xu et al. 2024
+(arXiv 2401.08417). The NLL is the mean per token, as in the authors' code.
 """
 
 from dataclasses import dataclass
@@ -25,31 +25,66 @@ from .dpo import pair_examples, pair_metrics
 
 @dataclass
 class CPOConfig(PostTrainConfig):
-    """Options of CPO; every other field of TrainingArguments and PostTrainConfig works as well."""
+    """Options of `CPOTrainer`.
+
+    The options of `PostTrainConfig` and `TrainingArguments` are valid as well.
+
+    Args:
+        learning_rate: Peak learning rate of AdamW.
+        disable_dropout: Set all dropout probabilities of the policy to 0.
+        beta: Scale of the difference of the log-probabilities in the preference loss.
+        cpo_alpha: Weight of the NLL per token of the chosen answer. 0 disables the term.
+
+    Example:
+        ```python
+        from hf_posttrain import CPOConfig
+
+        args = CPOConfig(output_dir="outputs/cpo", beta=0.2, cpo_alpha=0.5)
+        ```
+    """
 
     method: ClassVar = METHODS["cpo"]
     learning_rate: float = option(1e-6, "Peak learning rate of AdamW.")
-    disable_dropout: bool = option(True, "Set every dropout of the policy to 0.")
-    beta: float = option(0.1, "How steeply the preference loss falls with the difference of the log-probabilities.")
-    cpo_alpha: float = option(1.0, "Weight of the chosen answer's NLL per token; 0 leaves it out.")
+    disable_dropout: bool = option(True, "Set all dropout probabilities of the policy to 0.")
+    beta: float = option(0.1, "Scale of the difference of the log-probabilities in the preference loss.")
+    cpo_alpha: float = option(1.0, "Weight of the NLL per token of the chosen answer. 0 disables the term.")
 
 
 class CPOTrainer(PostTrainer):
-    """CPO of a causal LM. Rows: prompt, chosen, rejected.
+    """Trainer for contrastive preference optimisation (CPO) of a causal language model.
 
-    `compute_metrics` gets log-probabilities [B, 2] (chosen, rejected) and, as label_ids, trained lengths [B, 2].
+    Rows have `prompt`, `chosen` and `rejected`. The arguments are those of `PostTrainer`. `compute_metrics` receives as
+    predictions the log-probabilities [B, 2] (chosen, rejected), and as label_ids the numbers of trained tokens [B, 2].
+
+    Example:
+        ```python
+        from datasets import Dataset
+
+        from hf_posttrain import CPOConfig, CPOTrainer
+
+        rows = [
+            {"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5"},
+            {"prompt": "3 + 4 =", "chosen": " 7", "rejected": " 1"},
+        ]
+        trainer = CPOTrainer(
+            model="Qwen/Qwen3-0.6B",
+            args=CPOConfig(output_dir="outputs/cpo", max_steps=1, report_to="none"),
+            train_dataset=Dataset.from_list(rows),
+        )
+        trainer.train()
+        ```
     """
 
     config_class = CPOConfig
     examples = staticmethod(pair_examples)
 
     def losses(self, model: nn.Module, batch: MicroBatch) -> Losses:
-        """One loss for each pair, [B]."""
+        """Return the loss of each pair, [B]."""
         scores = self.score(model, batch, LogProb(batch.targets))
         logps = batch.per_branch(scores.value).view(-1, 2)
         lengths = batch.per_branch(torch.ones_like(scores.value)).view(-1, 2)
 
-        # DPO's loss with a reference to which all answers are equally likely
+        # the loss of DPO with a reference under which all answers have the same probability
         pairs = Pairs(logps, torch.zeros_like(logps), lengths)
         options = PairedOptions(self.args.beta)
         nll = PAIRED["sft"](pairs, options)

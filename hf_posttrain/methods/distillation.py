@@ -1,4 +1,4 @@
-"""Options and the teacher that KD and OPD share."""
+"""Config and trainer that KD and OPD have in common, which handle the teacher."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +12,7 @@ from ..options import option
 from ..scoring.head import TileFunction
 from ..scoring.teacher_tiles import TeacherLogits
 from ..teachers.cross_tokenizer import alignment_metrics
-from ..teachers.factory import build_teacher
+from ..teachers.factory import TeacherLike, build_teacher
 from ..teachers.inputs import DistillationBatch, DistillationCollator
 from ..teachers.options import TeacherOptions
 from ..teachers.router import TeacherRouter
@@ -25,74 +25,104 @@ from .objective import Objective, Scores
 
 @dataclass
 class DistillationConfig(PostTrainConfig):
-    """Options of methods with a teacher."""
+    """Options of the methods with a teacher, KD and OPD.
 
-    of_python: ClassVar = (
-        *PostTrainConfig.of_python,
+    The options of `PostTrainConfig` and `TrainingArguments` are valid as well.
+
+    Args:
+        teacher: Options for the comparison of student and teacher and for the input of the teacher: {top_k,
+            top_k_remainder, precompute, merge_eos, prompt, tokenizer, names}.
+        teacher_model_name_or_path: Name or folder of the teacher, for a trainer without the argument `teacher_model`.
+            In a recipe it is in the teacher section.
+        teacher_model_revision: Revision of the teacher on the hub. Only main is supported. Download any other revision
+            and pass its folder.
+        teacher_model_init_kwargs: Arguments of `from_pretrained` for a teacher that is given by name. In a recipe they
+            are in the teacher section.
+
+    Raises:
+        InputError: `teacher_model_revision` is a revision other than main.
+    """
+
+    python_only: ClassVar = (
+        *PostTrainConfig.python_only,
         "teacher_model_name_or_path",
         "teacher_model_revision",
         "teacher_model_init_kwargs",
     )
-    """Fields that are no keys of a recipe."""
+    """Fields that are not keys of a recipe."""
     merges_eos: ClassVar[bool] = False
-    """Default of the option `merge_eos` of `teacher`."""
+    """Default of `teacher.merge_eos`."""
     teacher: TeacherOptions | str | dict[str, Any] | None = option(
         None,
-        "How student and teacher are compared, and what the teacher reads: {top_k, top_k_remainder, precompute, "
-        "merge_eos, prompt, tokenizer, names}.",
+        "Options for the comparison of student and teacher and for the input of the teacher: {top_k, top_k_remainder, "
+        "precompute, merge_eos, prompt, tokenizer, names}.",
     )
     teacher_model_name_or_path: str | None = option(
         None,
-        "Name or folder of the teacher for a trainer without `teacher_model`. A recipe has it in its teacher section.",
+        "Name or folder of the teacher, for a trainer without the argument `teacher_model`. In a recipe it is in the "
+        "teacher section.",
     )
     teacher_model_revision: str | None = option(
-        None, "Revision of the teacher on the hub: only main; download any other, and give that folder."
+        None,
+        "Revision of the teacher on the hub. Only main is supported. Download any other revision and pass its folder.",
     )
     teacher_model_init_kwargs: dict[str, Any] | None = option(
         None,
-        "Arguments of `from_pretrained` for a teacher that is given by name. A recipe has them in its teacher section.",
+        "Arguments of `from_pretrained` for a teacher that is given by name. In a recipe they are in the teacher "
+        "section.",
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.teacher_model_revision not in (None, "main"):
             problem = f"teacher_model_revision={self.teacher_model_revision!r} cannot be loaded by name"
-            raise InputError(f"{problem}: download that revision, and give its folder as teacher")
+            raise InputError(f"{problem}. Download that revision, and pass its folder as the teacher")
 
     def _validate(self) -> None:
         super()._validate()
-        options: Any = self.teacher
+        options = self.teacher
+        assert isinstance(options, TeacherOptions)
         if options.merge_eos is None:
             self.teacher = replace(options, merge_eos=self.merges_eos)
 
 
 class Observer(TeacherLogits, Protocol):
-    """Measures student and teacher in the tiles of a loss, which reads the teacher's logits from it."""
+    """Measures student and teacher in the tiles of a loss, and passes the logits of the teacher on to the loss."""
 
     def observe(self, tile: TileFunction) -> TileFunction:
-        """Return the tile function of the loss with more stats."""
+        """Return the tile function of the loss with the measurements among its stats."""
         ...
 
 
 class DistillationTrainer(PostTrainer):
-    """A trainer with a teacher; further arguments: `teacher_model` (a model, its name, a TeacherSection, or a dict of
-    them by the names of `args.teacher.names`), and `teacher_offload`, which keeps it on CPU between uses.
+    """Base class of the trainers with a teacher.
 
-    A method defines `build_objective`; `distill` scores a batch with it.
+    A subclass defines `build_objective`, and `distill` scores a batch with that objective.
+
+    Args:
+        *args: Positional arguments of `PostTrainer`.
+        teacher_model: Teacher, which is a model, its name or folder, a `TeacherSection`, an object with the interface
+            `teachers.signal.Teacher`, a function of the trainer that returns one, or a dict of these by the names in
+            `args.teacher.names`. None means the model in `args.teacher_model_name_or_path`.
+        teacher_offload: Whether to keep the teacher on the CPU between uses, or a dict of such values by teacher.
+        **kwargs: Keyword arguments of `PostTrainer`.
+
+    Raises:
+        InputError: The teacher is missing, contradicts the Config, or has other token ids than the student.
     """
 
     collator_class = DistillationCollator
     teacher: Teacher | None
-    cached_at: float | None = None
-    """Temperature of the scores that the rows have in place of a teacher."""
+    cached_temperature: float | None = None
+    """Temperature of the precomputed scores in the rows, which replace the teacher."""
 
     def __init__(
         self,
         *args: Any,
-        teacher_model: Any = None,
+        teacher_model: TeacherLike | Mapping[str, TeacherLike] | None = None,
         teacher_offload: bool | Mapping[str, bool] = False,
         **kwargs: Any,
-    ):
+    ) -> None:
         super().__init__(*args, **kwargs)
         teacher_model = check_teacher(self.args, teacher_model)
         setup = build_teacher(self, teacher_model, teacher_offload, self.args.teacher.merge_eos)
@@ -101,8 +131,8 @@ class DistillationTrainer(PostTrainer):
         self.eos = setup.eos
         self.teacher_ends = setup.terminal_ids
         self.data_collator.teacher_inputs = setup.inputs
-        # the teacher itself is a callback, or the model that it reads with another tokenizer
-        parts: list[Any] = [self.teacher] if isinstance(self.teacher, TrainerCallback) else setup.models
+        # The callback is the teacher itself, or else its model, as with a teacher that has another tokenizer.
+        parts: Sequence[object] = [self.teacher] if isinstance(self.teacher, TrainerCallback) else setup.models
         self.teacher_callbacks = [part for part in parts if isinstance(part, TrainerCallback)]
         for callback in self.teacher_callbacks:
             self.add_callback(callback)
@@ -113,25 +143,25 @@ class DistillationTrainer(PostTrainer):
             self.stateful["teacher_average"] = setup.average
 
     def request(self, kind: Literal["dense", "sampled"], top_k: int | None) -> Request:
-        """Return what the loss needs from the teacher; with `top_k` only its most likely tokens."""
+        """Return the request of a loss to the teacher, which with `top_k` is about its most likely tokens only."""
         return Request("top_k" if top_k else kind, self.args.temperature, self.vocabulary, self.eos, top_k or 0)
 
     def build_objective(self) -> Objective:
-        """Return the loss of each token, by the current options."""
+        """Return the objective that the current options select."""
         raise NotImplementedError
 
     def drop_teacher(self) -> None:
-        """Train without the teacher, whose scores the rows have: its memory is freed."""
+        """Remove the teacher and free its memory, because the rows have its scores."""
         for callback in self.teacher_callbacks:
             self.remove_callback(callback)
         self.teacher_callbacks = []
         self.set_second_models([])
         self.data_collator.teacher_inputs = None
         self.teacher = None
-        self.cached_at = self.args.temperature
+        self.cached_temperature = self.args.temperature
 
     def prepare_window(self, batches: Sequence[Any]) -> list[Any]:
-        """Ask a teacher on a server about all micro-batches of a window at once."""
+        """Return the micro-batches of a window with the signals of a teacher on a server, all from one call."""
         batches = list(batches)
         if self.teacher is None or batches[0].teacher_signal is not None:
             return batches
@@ -141,17 +171,22 @@ class DistillationTrainer(PostTrainer):
         return [batch.replace(teacher_signal=signal) for batch, signal in zip(batches, signals, strict=True)]
 
     def signal(self, batch: DistillationBatch, request: Request) -> TeacherSignal:
-        """Return what the teacher says about a batch, or has said before the step."""
+        """Return the signal of the teacher for a batch, which may have been computed before the step.
+
+        Raises:
+            InputError: The precomputed scores of the teacher are missing, or were computed at another temperature.
+        """
         if batch.teacher_signal is not None:
-            if self.teacher is None and self.args.temperature != self.cached_at:
-                problem = f"temperature={self.args.temperature:g}: the teacher was scored at {self.cached_at:g}"
-                raise InputError(f"{problem}: build a new trainer for another temperature")
+            if self.teacher is None and self.args.temperature != self.cached_temperature:
+                problem = (
+                    f"temperature={self.args.temperature:g} differs from {self.cached_temperature:g}, at which the "
+                    "teacher was scored"
+                )
+                raise InputError(f"{problem}. Build a new trainer for another temperature")
             return batch.teacher_signal
         if self.teacher is None:
-            raise InputError(
-                "this data set was not scored by the teacher: with teacher.precompute, pass every dataset when "
-                "the trainer is built"
-            )
+            problem = "this dataset was not scored by the teacher, which teacher.precompute requires"
+            raise InputError(f"{problem}. Pass all datasets when the trainer is built")
         return self.teacher.signal(batch, request)
 
     def distill(
@@ -161,24 +196,32 @@ class DistillationTrainer(PostTrainer):
         weights: Tensor | None,
         observe: Callable[[TeacherLogits], Observer] | None = None,
     ) -> tuple[Scores, TeacherSignal]:
-        """Return the loss of each token as `value`, what it is made of, [N] each, and the teacher's signal.
+        """Score a batch with the objective.
 
-        weights: the weight of each token [N] in the loss; None where that is not known yet. observe: returns what
-        measures student and teacher in the tiles of the loss, given the teacher's logits.
+        Args:
+            model: The student.
+            batch: A micro-batch.
+            weights: Weights of the tokens in the loss, [N]. None means that they are not known yet.
+            observe: Function of the logits of the teacher that returns an observer, which measures student and teacher
+                in the tiles of the loss.
+
+        Returns:
+            The scores, with the loss of each token as `value` and its components, [N] each; and the signal of the
+            teacher.
         """
         objective = self.build_objective()
         signal = self.signal(batch, objective.request)
         if observe is None:
             tile = objective.tile(signal, batch)
         else:
-            whole = replace(objective.request, kind="dense")
-            dense = signal if isinstance(signal, Dense) else self.signal(batch, whole)
+            dense_request = replace(objective.request, kind="dense")
+            dense = signal if isinstance(signal, Dense) else self.signal(batch, dense_request)
             assert isinstance(dense, Dense)
             observer = observe(dense.logits)
             tile = objective.tile(Dense(observer) if dense is signal else signal, batch)
             tile = observer.observe(tile)
 
-        # across tokenizers the loss of a token depends on other tokens: it is no multiple of one weight
+        # With another tokenizer the loss of a token depends on other tokens, so it is not a multiple of its own weight.
         weights = None if isinstance(signal, Chunked) else weights
         scores = self.score(model, batch, tile, weights)
         return objective.complete(scores, signal), signal
@@ -192,11 +235,15 @@ class DistillationTrainer(PostTrainer):
         name: str,
         weights: Tensor,
     ) -> dict[str, tuple[Tensor, Tensor | None]]:
-        """Return the divergence of each of several teachers, and how tokens of another tokenizer were compared.
+        """Return the metrics of several teachers by name, and those of the alignment with another tokenizer.
 
         Args:
-            divergence: Of each token, [N], logged as `name`.
-            weights: Which tokens count, [N].
+            batch: The micro-batch.
+            signal: The signal of the teacher.
+            scores: The scores of the micro-batch.
+            divergence: Divergences of the tokens, [N].
+            name: Name of the divergence in the log, to which that of the teacher is appended.
+            weights: Weights of the tokens in the metrics, [N].
         """
         metrics: dict[str, tuple[Tensor, Tensor | None]] = {}
         if isinstance(self.teacher, TeacherRouter):

@@ -1,9 +1,10 @@
-"""Direct preference optimisation and its family, both answers of a pair in one pass.
+"""Direct preference optimisation and related losses of preference pairs.
 
-    a = log pi(chosen) - log ref(chosen),  c = the same of the rejected answer, summed over trained tokens
+    a = log pi(chosen) - log ref(chosen),  c = the same for the rejected answer, summed over trained tokens
     loss = mean over pairs of  sum_i loss_weights_i * loss_type_i(a, c, lengths)  + nll_coef * NLL(chosen) / |chosen|
 
-The losses are in `losses.preference`; the reference is the policy as it was when the trainer was built.
+Both answers of a pair are scored in one forward pass. The losses are defined in `losses.preference`. By default the
+reference is the policy at the time when the trainer is built.
 """
 
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from ..batching.micro_batch import MicroBatch
 from ..errors import InputError
 from ..losses.preference import PAIRED, PairedOptions, Pairs
 from ..models.reference import make_reference
-from ..monitoring.symptoms import listed
+from ..monitoring.symptoms import as_names
 from ..options import option
 from ..scoring.head import LogProb
 from ..scoring.layouts import Branch, Example
@@ -29,61 +30,111 @@ from .rules import REFERENCE_FREE_LOSSES
 
 @dataclass
 class DPOConfig(ReferenceOptions):
-    """Options of DPO; every other field of TrainingArguments and PostTrainConfig works as well."""
+    """Options of `DPOTrainer`.
+
+    The options of `ReferenceOptions`, `PostTrainConfig` and `TrainingArguments` are valid as well.
+
+    Args:
+        learning_rate: Peak learning rate of AdamW.
+        disable_dropout: Set all dropout probabilities of the policy to 0, so that it initially equals its reference.
+        beta: Strength of the regularisation towards the reference. None means 0.1, or 2 with simpo.
+        loss_type: Name of a loss, or a list of losses to add. The names are the keys of `losses.preference.PAIRED`.
+        loss_weights: Weights of the losses in loss_type. None means 1 for each.
+        label_smoothing: Assumed probability of a wrong label, for sigmoid (cDPO), robust (below 0.5) and exo_pair
+            (above 0).
+        simpo_gamma: Target reward margin of simpo.
+        nll_coef: Weight of the NLL per token of the chosen answer, which keeps its log-probability from falling.
+
+    Example:
+        ```python
+        from hf_posttrain import DPOConfig
+
+        args = DPOConfig(output_dir="outputs/dpo", beta=0.05, loss_type=["sigmoid", "sft"], loss_weights=[1.0, 0.5])
+        ```
+    """
 
     method: ClassVar = METHODS["dpo"]
     learning_rate: float = option(1e-6, "Peak learning rate of AdamW.")
     disable_dropout: bool = option(
-        True, "Set every dropout of the policy to 0, so that it starts equal to its reference."
+        True, "Set all dropout probabilities of the policy to 0, so that it initially equals its reference."
     )
-    beta: float | None = option(None, "Strength of the pull to the reference; None: 0.1, and 2 for simpo.")
+    beta: float | None = option(
+        None, "Strength of the regularisation towards the reference. None means 0.1, or 2 with simpo."
+    )
     loss_type: list[str] | str = option(
-        help="One loss, or a list of them to combine: the names in `losses.preference.PAIRED`.",
+        help="Name of a loss, or a list of losses to add. The names are the keys of `losses.preference.PAIRED`.",
         default_factory=lambda: ["sigmoid"],
     )
-    loss_weights: list[float] | None = option(None, "Weight of each loss of the list; None: all 1.")
+    loss_weights: list[float] | None = option(None, "Weights of the losses in loss_type. None means 1 for each.")
     label_smoothing: float = option(
-        0.0, "Probability that a label is wrong, for sigmoid (cDPO), robust (below 0.5) and exo_pair (above 0)."
+        0.0, "Assumed probability of a wrong label, for sigmoid (cDPO), robust (below 0.5) and exo_pair (above 0)."
     )
-    simpo_gamma: float = option(0.5, "SimPO's target margin.")
+    simpo_gamma: float = option(0.5, "Target reward margin of simpo.")
     nll_coef: float = option(
-        0.0, "Adds this much of the chosen answer's NLL per token: against falling chosen log-probabilities."
+        0.0, "Weight of the NLL per token of the chosen answer, which keeps its log-probability from falling."
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.loss_type = listed(self.loss_type)
+        self.loss_type = as_names(self.loss_type)
         if self.beta is None:
             self.beta = 2.0 if "simpo" in self.loss_type else 0.1
 
 
 def pair_examples(row: dict[str, Any]) -> list[Example]:
-    """A prompt with two branches: the chosen answer and the rejected one."""
+    """Return the example of a row, a prompt whose two branches are the chosen and the rejected answer."""
     return [Example(row["prompt_ids"], [Branch(row["chosen_ids"]), Branch(row["rejected_ids"])])]
 
 
 class DPOTrainer(PostTrainer):
-    """DPO of a causal LM; further argument: `ref_model`. Rows: prompt, chosen, rejected.
+    """Trainer for direct preference optimisation (DPO) of a causal language model.
 
-    `compute_metrics` gets log-probabilities [B, 4] (chosen, rejected, and both under the reference) and, as label_ids,
-    trained lengths [B, 2].
+    Rows have `prompt`, `chosen` and `rejected`. `compute_metrics` receives as predictions the log-probabilities [B, 4]
+    (chosen, rejected, and both under the reference), and as label_ids the numbers of trained tokens [B, 2].
+
+    Args:
+        *args: Positional arguments of `PostTrainer`.
+        ref_model: Reference model, or its name or folder. None means the policy at the time when the trainer is built.
+        **kwargs: Keyword arguments of `PostTrainer`.
+
+    Raises:
+        InputError: `ref_model` shares trained weights with the policy, or no loss of `loss_type` uses a reference.
+
+    Example:
+        ```python
+        from datasets import Dataset
+
+        from hf_posttrain import DPOConfig, DPOTrainer
+
+        rows = [
+            {"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5"},
+            {"prompt": "3 + 4 =", "chosen": " 7", "rejected": " 1"},
+        ]
+        trainer = DPOTrainer(
+            model="Qwen/Qwen3-0.6B",
+            args=DPOConfig(output_dir="outputs/dpo", max_steps=1, report_to="none"),
+            train_dataset=Dataset.from_list(rows),
+        )
+        trainer.train()
+        ```
     """
 
     config_class = DPOConfig
     examples = staticmethod(pair_examples)
 
-    def __init__(self, *args: Any, ref_model: nn.Module | None = None, **kwargs: Any):
+    def __init__(self, *args: Any, ref_model: nn.Module | str | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         needs_reference = not {*self.args.loss_type} <= REFERENCE_FREE_LOSSES
         if ref_model is not None and not needs_reference:
-            raise InputError(f"loss_type {', '.join(self.args.loss_type)} uses no reference: drop ref_model")
+            problem = f"loss_type {', '.join(self.args.loss_type)} does not use a reference"
+            raise InputError(f"{problem}. Remove ref_model")
         self.reference = make_reference(self, ref_model) if needs_reference else None
 
     def losses(self, model: nn.Module, batch: MicroBatch) -> Losses:
-        """One loss for each pair, [B]."""
-        # the reference first: the policy's activations, which the backward needs, do not exist yet
-        none = torch.zeros_like(batch.row, dtype=torch.float32).view(-1, 2)
-        ref_logps = self.reference.logps(model, batch) if self.reference else none
+        """Return the loss of each pair, [B]."""
+        # The reference scores first, while no activations of the policy are in memory for the backward.
+        zeros = torch.zeros_like(batch.row, dtype=torch.float32).view(-1, 2)
+        ref_logps = self.reference.logps(model, batch) if self.reference else zeros
         scores = self.score(model, batch, LogProb(batch.targets))
         logps = batch.per_branch(scores.value).view(-1, 2)
         lengths = batch.per_branch(torch.ones_like(scores.value)).view(-1, 2)
@@ -94,7 +145,7 @@ class DPOTrainer(PostTrainer):
         args = self.args
         options = PairedOptions(args.beta, args.label_smoothing, args.simpo_gamma)
         weights = args.loss_weights or [1.0] * len(args.loss_type)
-        terms = [w * PAIRED[name](pairs, options) for name, w in zip(args.loss_type, weights, strict=True)]
+        terms = [weight * PAIRED[name](pairs, options) for name, weight in zip(args.loss_type, weights, strict=True)]
         if args.nll_coef:
             terms.append(args.nll_coef * PAIRED["sft"](pairs, options))
         predictions = torch.cat([logps, ref_logps], dim=1).detach()
@@ -103,15 +154,24 @@ class DPOTrainer(PostTrainer):
         return Losses(values, self.weights(batch), self._metrics(pairs), router_logits, predictions, lengths)
 
     def _metrics(self, pairs: Pairs) -> dict[str, tuple[Tensor, None]]:
-        """Implicit rewards beta a and beta c (reference-free losses: beta times the mean log-probability)."""
+        """Return the metrics of pairs.
+
+        The implicit rewards are beta a and beta c, or without a reference beta times the mean log-probability.
+        """
         a, c = pairs.log_ratios
-        chosen, rejected = (self.args.beta * each.detach() for each in ((a, c) if self.reference else pairs.means))
+        chosen, rejected = (self.args.beta * ratio.detach() for ratio in ((a, c) if self.reference else pairs.means))
         change = {"logps/chosen_change": (a, None)} if self.reference else {}
         return pair_metrics(chosen, rejected, pairs.logps) | change
 
 
 def pair_metrics(chosen: Tensor, rejected: Tensor, logps: Tensor) -> dict[str, tuple[Tensor, None]]:
-    """What every method on pairs logs: rewards [B] of both answers, and their log-probabilities [B, 2]."""
+    """Return the metrics that all methods on pairs log.
+
+    Args:
+        chosen: Rewards of the chosen answers, [B].
+        rejected: Rewards of the rejected answers, [B].
+        logps: Log-probabilities of both answers, [B, 2].
+    """
     metrics = {
         "rewards/chosen": chosen,
         "rewards/rejected": rejected,

@@ -1,9 +1,10 @@
-"""Knowledge distillation on data: the student learns from the teacher's whole next-token distribution.
+"""Knowledge distillation on data: the student is trained towards the next-token distribution of the teacher.
 
     loss = mean over trained tokens of  (1 - kd_coef) * -log q(token)  +  kd_coef * D(q, p)
 
-q is the student's distribution, p the teacher's; D runs at `temperature`, without a T^2 factor. The teacher is scored
-with the student, or once before training into a cache of its top tokens (`teacher: {top_k, precompute}`).
+q is the distribution of the student, and p that of the teacher. The divergence D is computed at `temperature`, without
+a factor T^2. The teacher scores each batch together with the student, or all rows once before training into a cache of
+its top tokens (`teacher: {top_k, precompute}`).
 """
 
 from dataclasses import dataclass, replace
@@ -12,8 +13,8 @@ from typing import Any, ClassVar
 from torch import nn
 
 from ..options import option
-from ..scoring.layouts import Example, reading_of
-from ..scoring.teacher_tiles import divergence
+from ..scoring.layouts import Example, teacher_input_of
+from ..scoring.teacher_tiles import divergence_function
 from ..teachers.cache import precompute_top_k
 from ..teachers.inputs import DistillationBatch
 from ..trainer.loss_output import Losses
@@ -25,29 +26,80 @@ from .sft import SupervisedOptions, supervised_examples
 
 @dataclass
 class KDConfig(SupervisedOptions, DistillationConfig):
-    """Options of KD; every other field of TrainingArguments and PostTrainConfig works as well."""
+    """Options of `KDTrainer`.
+
+    The options of `SupervisedOptions`, `DistillationConfig`, `PostTrainConfig` and `TrainingArguments` are valid as
+    well.
+
+    Args:
+        learning_rate: Peak learning rate of AdamW.
+        kd_coef: Weight of the divergence in the loss, from 0 to 1. The cross-entropy of the data has the remaining
+            weight.
+        divergence: Name of the divergence: forward_kl, reverse_kl, jsd, skew_forward_kl, skew_reverse_kl or tvd.
+        beta: Interpolation coefficient of jsd, where 0 is the forward KL and 1 the reverse KL (by default 0.5), or
+            share of the other distribution in the mixture of skew_forward_kl and skew_reverse_kl (by default 0.1).
+        temperature: Temperature that divides the logits of student and teacher in the divergence.
+
+    Example:
+        ```python
+        from hf_posttrain import KDConfig
+
+        args = KDConfig(output_dir="outputs/kd", divergence="jsd", beta=0.5, teacher={"top_k": 20})
+        ```
+    """
 
     method: ClassVar = METHODS["kd"]
     learning_rate: float = option(2e-5, "Peak learning rate of AdamW.")
-    kd_coef: float = option(0.4, "Share of the divergence in the loss; the rest is the cross-entropy of the data.")
-    divergence: str = option("forward_kl", "forward_kl, reverse_kl, jsd, skew_forward_kl, skew_reverse_kl or tvd.")
+    kd_coef: float = option(
+        0.4,
+        "Weight of the divergence in the loss, from 0 to 1. The cross-entropy of the data has the remaining weight.",
+    )
+    divergence: str = option(
+        "forward_kl",
+        "Name of the divergence: forward_kl, reverse_kl, jsd, skew_forward_kl, skew_reverse_kl or tvd.",
+    )
     beta: float | None = option(
         None,
-        "Interpolation of jsd, where 0 is forward KL and 1 reverse KL (by default 0.5), or the share of the other "
-        "distribution that skew_forward_kl and skew_reverse_kl mix in (by default 0.1).",
+        "Interpolation coefficient of jsd, where 0 is the forward KL and 1 the reverse KL (by default 0.5), or share "
+        "of the other distribution in the mixture of skew_forward_kl and skew_reverse_kl (by default 0.1).",
     )
-    temperature: float = option(1.0, "Divides both logits in the divergence.")
+    temperature: float = option(1.0, "Temperature that divides the logits of student and teacher in the divergence.")
 
 
 class KDTrainer(DistillationTrainer):
-    """KD of a causal LM. Rows as for SFT; for the teacher see `DistillationTrainer`.
+    """Trainer for knowledge distillation (KD) of a causal language model on data.
 
-    `compute_metrics` gets the student's full logits and shift_labels, [rows, L, V] and [rows, L].
+    Rows are those of `SFTTrainer`. The arguments `teacher_model` and `teacher_offload` are described in
+    `DistillationTrainer`. `compute_metrics` receives as predictions the logits of the student [rows, L, V], and as
+    label_ids the shift_labels [rows, L].
+
+    Args:
+        *args: Positional arguments of `DistillationTrainer`.
+        **kwargs: Keyword arguments of `DistillationTrainer`.
+
+    Example:
+        ```python
+        from datasets import Dataset
+
+        from hf_posttrain import KDConfig, KDTrainer
+
+        rows = [
+            {"prompt": "2 + 2 =", "completion": " 4"},
+            {"prompt": "3 + 4 =", "completion": " 7"},
+        ]
+        trainer = KDTrainer(
+            model="Qwen/Qwen3-0.6B",
+            args=KDConfig(output_dir="outputs/kd", max_steps=1, report_to="none"),
+            train_dataset=Dataset.from_list(rows),
+            teacher_model="Qwen/Qwen3-4B",
+        )
+        trainer.train()
+        ```
     """
 
     config_class = KDConfig
 
-    def __init__(self, *args: Any, **kwargs: Any):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.args.teacher.precompute and self.teacher is not None:
             precompute_top_k(self, self.teacher, self.build_objective().request)
@@ -57,14 +109,14 @@ class KDTrainer(DistillationTrainer):
         """Return the divergence, mixed with the cross-entropy of the data."""
         args = self.args
         request = self.request("dense", args.teacher.top_k)
-        function = divergence(args.divergence, args.beta)
+        function = divergence_function(args.divergence, args.beta)
         return Divergence(function, request, ce_coef=1 - args.kd_coef)
 
     @staticmethod
     def examples(row: dict[str, Any]) -> list[Example]:
-        """Return the examples of SFT; the teacher may read another prompt."""
-        reading = reading_of(row)
-        return [replace(example, reading=reading) for example in supervised_examples(row)]
+        """Return the examples of SFT, with the input of the teacher if it reads another prompt."""
+        reading = teacher_input_of(row)
+        return [replace(example, teacher_input=reading) for example in supervised_examples(row)]
 
     def losses(self, model: nn.Module, batch: DistillationBatch) -> Losses:  # type: ignore[override]
         """Return the mixed loss of each trained token, [N]."""

@@ -1,12 +1,13 @@
-"""Kahneman-Tversky optimisation: single answers, each labelled desirable or not.
+"""Kahneman-Tversky optimisation on single answers that are labelled desirable or undesirable.
 
-    r = log pi(y|x) - log ref(y|x) of a row's own completion, summed over its tokens
-    KL = max(0, mean over the window of log pi(y'|x) - log ref(y'|x)), y' the completion of another prompt's row
+    r = log pi(y|x) - log ref(y|x) of the completion y of a row, summed over its tokens
+    KL = max(0, mean over the window of log pi(y'|x) - log ref(y'|x)), y' the completion of a row with another prompt
     loss = mean over rows of  w_D (1 - s(beta (r - KL))) if desirable,  w_U (1 - s(beta (KL - r))) if not
 
-The window is all micro-batches of an optimizer step on all ranks, so the loss does not depend on the batch size, which
-may be 1, nor on the mix of labels in a batch. In evaluation it is the whole set. y' is fixed by a seeded permutation.
-The KL of a window must be known before its first backward, so y' is scored beforehand, without gradient.
+The window consists of all micro-batches of an optimizer step on all ranks. The loss therefore depends neither on the
+batch size, which may be 1, nor on the mix of labels in a batch. In evaluation the window is the whole dataset. A seeded
+permutation assigns y' to each row. The KL of a window must be known before its first backward, so y' is scored before
+that, without gradient.
 """
 
 import logging
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from ..batching.micro_batch import Deferred, MicroBatch
-from ..capabilities import Feature, conflict
+from ..capabilities import Feature, conflict_message
 from ..data.dataset_type import AnyDataset
 from ..data.row_schema import class_weights
 from ..errors import InputError
@@ -41,36 +42,59 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class KTOConfig(ReferenceOptions):
-    """Options of KTO; every other field of TrainingArguments and PostTrainConfig works as well."""
+    """Options of `KTOTrainer`.
+
+    The options of `ReferenceOptions`, `PostTrainConfig` and `TrainingArguments` are valid as well.
+
+    Args:
+        learning_rate: Peak learning rate of AdamW.
+        disable_dropout: Set all dropout probabilities of the policy to 0, so that it initially equals its reference.
+        beta: Strength of the regularisation towards the reference.
+        loss_type: Name of the loss: kto, apo_zero_unpaired (without the KL estimate), or bco (with the running mean of
+            rewards in place of the KL).
+        desirable_weight: Weight of desirable rows. auto starts from 1 and raises it until both classes have the same
+            total weight.
+        undesirable_weight: Weight of undesirable rows, a number or auto, see desirable_weight.
+
+    Example:
+        ```python
+        from hf_posttrain import KTOConfig
+
+        args = KTOConfig(output_dir="outputs/kto", beta=0.05, desirable_weight="auto")
+        ```
+    """
 
     method: ClassVar = METHODS["kto"]
     learning_rate: float = option(1e-6, "Peak learning rate of AdamW.")
     disable_dropout: bool = option(
-        True, "Set every dropout of the policy to 0, so that it starts equal to its reference."
+        True, "Set all dropout probabilities of the policy to 0, so that it initially equals its reference."
     )
-    beta: float = option(0.1, "Strength of the pull to the reference.")
+    beta: float = option(0.1, "Strength of the regularisation towards the reference.")
     loss_type: str = option(
-        "kto", "kto, apo_zero_unpaired (no KL estimate) or bco (the running mean of rewards in place of the KL)."
+        "kto",
+        "Name of the loss: kto, apo_zero_unpaired (without the KL estimate), or bco (with the running mean of rewards "
+        "in place of the KL).",
     )
     desirable_weight: float | str = option(
-        1.0, "Weight of desirable rows; auto: as many as needed for both classes to weigh the same, never below 1."
+        1.0,
+        "Weight of desirable rows. auto starts from 1 and raises it until both classes have the same total weight.",
     )
-    undesirable_weight: float | str = option(1.0, "Weight of undesirable rows; auto as above.")
+    undesirable_weight: float | str = option(1.0, "Weight of undesirable rows, a number or auto, see desirable_weight.")
 
 
 @dataclass
 class KTOBatch(MicroBatch):
     """A micro-batch of unpaired feedback."""
 
-    label: Tensor = None  # type: ignore[assignment]  # bool [B], desirable or not
-    pairs: Deferred | None = None  # examples with the completion and the mismatched one, where the loss has a KL
-    kl: Tensor = None  # type: ignore[assignment]  # [B], log-ratio of the mismatched completion, 0 without one
-    shift: Tensor = None  # type: ignore[assignment]  # scalar, what the loss subtracts from a log-ratio: the mean KL, or BCO's delta
-    share: Tensor | None = None  # scalar, share of this micro-batch in the window
+    label: Tensor = None  # type: ignore[assignment]  # bool [B], True for desirable
+    pairs: Deferred | None = None  # examples with y and y', if the loss uses the KL
+    kl: Tensor = None  # type: ignore[assignment]  # [B], log-ratio of y', or 0
+    shift: Tensor = None  # type: ignore[assignment]  # scalar, subtracted from log-ratios: the mean KL, or delta of BCO
+    share: Tensor | None = None  # scalar, weight of this micro-batch in the metrics of the window
 
 
 class KTOCollator(Collator):
-    """Lays out each row's own completion; where there is a KL estimate, `pairs` has the mismatched one as well."""
+    """Lays out the completions y. If the rows have mismatched completions, `pairs` keeps the examples with y and y'."""
 
     batch_class = KTOBatch
 
@@ -81,144 +105,195 @@ class KTOCollator(Collator):
             return batch
         pairs = []
         for row in rows:
-            answers = [Branch(row["completion_ids"]), Branch(row["mismatch_ids"])]
-            pairs.append(Example(row["prompt_ids"], answers, pictures=row.get("images") or ()))
+            completions = [Branch(row["completion_ids"]), Branch(row["mismatch_ids"])]
+            pairs.append(Example(row["prompt_ids"], completions, images=row.get("images") or ()))
         return batch.replace(pairs=Deferred(pairs))
 
 
 def resolve_class_weights(rows: AnyDataset | None, args: KTOConfig) -> tuple[float, float]:
-    """Return the weights of desirable and undesirable rows. Raises InputError where `auto` finds labels of one kind."""
+    """Return the weights of desirable and undesirable rows.
+
+    Raises:
+        InputError: A weight is `auto`, and all labels are the same.
+    """
     labels = rows["label"] if rows is not None and "label" in (rows.column_names or ()) else None
     return class_weights(args.desirable_weight, args.undesirable_weight, labels)
 
 
 class KTOTrainer(PostTrainer):
-    """KTO of a causal LM; further argument: `ref_model`. Rows: prompt, completion, label; or pairs, split in two.
+    """Trainer for Kahneman-Tversky optimisation (KTO) of a causal language model.
 
-    `compute_metrics` gets log-probabilities [B, 2] (policy, reference) and, as label_ids, the labels [B].
+    Rows have `prompt`, `completion` and `label`. A row with `prompt`, `chosen` and `rejected` becomes two rows.
+    `compute_metrics` receives as predictions the log-probabilities [B, 2] (policy, reference), and as label_ids the
+    labels [B].
+
+    Args:
+        *args: Positional arguments of `PostTrainer`.
+        ref_model: Reference model, or its name or folder. None means the policy at the time when the trainer is built.
+        **kwargs: Keyword arguments of `PostTrainer`.
+
+    Raises:
+        InputError: `ref_model` shares trained weights with the policy, or the training rows are a stream.
+
+    Example:
+        ```python
+        from datasets import Dataset
+
+        from hf_posttrain import KTOConfig, KTOTrainer
+
+        rows = [
+            {"prompt": "2 + 2 =", "completion": " 4", "label": True},
+            {"prompt": "3 + 4 =", "completion": " 1", "label": False},
+        ]
+        trainer = KTOTrainer(
+            model="Qwen/Qwen3-0.6B",
+            args=KTOConfig(output_dir="outputs/kto", max_steps=1, report_to="none"),
+            train_dataset=Dataset.from_list(rows),
+        )
+        trainer.train()
+        ```
     """
 
     config_class = KTOConfig
     collator_class = KTOCollator
 
-    def __init__(self, *args: Any, ref_model: nn.Module | None = None, **kwargs: Any):
+    def __init__(self, *args: Any, ref_model: nn.Module | str | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.learn_of_rows(self.train_dataset)
+        self.on_dataset_ready(self.train_dataset)
         self.reference = make_reference(self, ref_model, self.reference_batches)
         self.delta = self.stateful["mean_reward"] = RunningMean(self.accelerator)
-        self.evaluated: list[Tensor] = []
+        self.eval_values: list[Tensor] = []  # log-ratio, label and KL of each evaluated row, [B, 3]
         self.add_callback(self.delta)
 
     @classmethod
-    def prepare_rows(cls, rows: Any, tokenizer: PreTrainedTokenizerBase, args: Any, name: str) -> Any:
-        """Tokenised rows, each with the mismatched completion of its partner. Raises InputError for a stream."""
+    def prepare_rows(  # type: ignore[override]
+        cls, rows: AnyDataset, tokenizer: PreTrainedTokenizerBase, args: KTOConfig, name: str
+    ) -> datasets.Dataset:
+        """Return tokenised rows, each with the completion y' of its partner in `mismatch_ids`.
+
+        Raises:
+            InputError: The rows are a stream.
+        """
         if not isinstance(rows, datasets.Dataset):
-            raise InputError(f"{name}: {conflict(Feature.MISMATCHED_PAIRS, Feature.STREAM)}")
+            raise InputError(f"{name}: {conflict_message(Feature.MISMATCHED_PAIRS, Feature.STREAM)}")
         if "mismatch_ids" in rows.column_names:
             return rows
         rows = super().prepare_rows(rows, tokenizer, args, name)
         if args.loss_type != "kto":
             return rows
-        answers = rows.select(find_partners(rows, args.seed, name))["completion_ids"]
-        if args.max_length is not None:  # cut to fit behind this prompt, one token at least
-            space = [max(1, args.max_length - len(prompt)) for prompt in rows["prompt_ids"]]
-            answers = [ids[:most] for ids, most in zip(answers, space, strict=True)]
-        return rows.add_column("mismatch_ids", list(answers))
+        mismatches = rows.select(find_partners(rows, args.seed, name))["completion_ids"]
+        if args.max_length is not None:  # truncate y' to the space after this prompt, to one token at least
+            sizes = [max(1, args.max_length - len(prompt)) for prompt in rows["prompt_ids"]]
+            mismatches = [ids[:size] for ids, size in zip(mismatches, sizes, strict=True)]
+        return rows.add_column("mismatch_ids", list(mismatches))
 
     @classmethod
-    def check_rows(cls, rows: Any, tokenizer: Any, args: Any, name: str) -> None:
-        """As PostTrainer has it. Raises InputError for weights that want labels of both kinds."""
+    def check_rows(  # type: ignore[override]
+        cls, rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, args: KTOConfig, name: str
+    ) -> None:
+        """Check prepared rows.
+
+        Raises:
+            InputError: A class weight is `auto`, and all labels of the training rows are the same.
+        """
         super().check_rows(rows, tokenizer, args, name)
         if name.startswith("train"):
             resolve_class_weights(rows, args)
 
-    def prepare_replaced(self) -> None:
-        """As PostTrainer has it; the classes may be other ones."""
-        super().prepare_replaced()
-        self.learn_of_rows(self.train_dataset)
-        labelled = "label" in (getattr(self.train_dataset, "column_names", None) or ())  # in rounds they are prompts
+    def prepare_new_dataset(self) -> None:
+        """Prepare a replaced training dataset, and update the class weights."""
+        super().prepare_new_dataset()
+        self.on_dataset_ready(self.train_dataset)
+        labelled = "label" in (
+            getattr(self.train_dataset, "column_names", None) or ()
+        )  # in rounds the rows are prompts
         if labelled and "auto" in (self.args.desirable_weight, self.args.undesirable_weight):
             logger.info("class weights: desirable %.3g, undesirable %.3g", *self.class_weights)
 
-    def learn_of_rows(self, rows: AnyDataset | None) -> None:
-        """The weights of both classes."""
+    def on_dataset_ready(self, rows: AnyDataset | None) -> None:
+        """Set the weights of both classes."""
         self.class_weights = resolve_class_weights(rows, self.args)
 
     @staticmethod
     def examples(row: dict[str, Any]) -> list[Example]:
-        """The row's own completion, and its label."""
+        """Return the example of a row, with its completion y and its label."""
         return [Example(row["prompt_ids"], [Branch(row["completion_ids"])], {"label": bool(row["label"])})]
 
     # ---- the KL of a window
 
     def prepare_window(self, batches: list[KTOBatch]) -> list[KTOBatch]:  # type: ignore[override]
-        """Each micro-batch with the reference's scores and the shift of the window."""
-        # First pass, without gradient: the reference scores y; where the loss has a KL, policy and reference score y'
-        # too, of every micro-batch. So the second pass (`losses`, with gradient) asks the policy for y alone.
-        batches = [self.estimate(self.model_wrapped, self._prepare_inputs(batch)) for batch in batches]
-        # One number for all micro-batches and ranks: BCO's delta, or the mean KL, which the loss clamps at 0.
+        """Return the micro-batches with the reference scores and the shift of the window."""
+        # First pass, without gradient: the reference scores y of every micro-batch. If the loss uses the KL, policy and
+        # reference also score y'. In the second pass (`losses`, with gradient) the policy then scores only y.
+        batches = [self.score_reference(self.model_wrapped, self._prepare_inputs(batch)) for batch in batches]
+        # The shift is one number for all micro-batches and ranks. It is delta of BCO, or the mean KL, which the loss
+        # clamps at 0.
         if self.args.loss_type == "bco":
             shift = self.delta.mean.to(self.accelerator.device, torch.float32)
         else:
             kl = torch.cat([b.kl for b in batches])
             weights = torch.cat([self.weights(b) for b in batches])
             total, count = self.accelerator.reduce(torch.stack([(kl * weights).sum(), weights.sum()]), "sum")
-            shift = total / count.clamp(min=1)  # in rounds a window may have no row
-        # its metrics count once for each window
+            shift = total / count.clamp(min=1)  # in rounds a window may have no rows
+        # the metrics of the shift count once per window
         share = torch.full_like(shift, 1 / len(batches))
         return [batch.replace(shift=shift, share=share) for batch in batches]
 
-    def estimate(self, model: nn.Module, batch: KTOBatch) -> KTOBatch:
-        """Add `ref_logps` [B, 1 or 2], the reference's scores of y and y'; `kl` [B], the log-ratios of y' (or 0)."""
+    def score_reference(self, model: nn.Module, batch: KTOBatch) -> KTOBatch:
+        """Return the batch with the reference scores of y and y', `ref_logps` [B, 1 or 2], and with `kl` [B]."""
         if batch.pairs is None:
             ref = self.reference.logps(model, batch)
             return batch.replace(ref_logps=ref, kl=torch.zeros_like(ref[:, 0]))
-        alone = self._lay_out(batch.pairs, first=1)
-        ref = self.reference.logps(model, batch, self.reference_batches(batch, alone))
+        mismatches = self._lay_out(batch.pairs, first=1)
+        ref = self.reference.logps(model, batch, self.reference_batches(batch, mismatches))
         with self.accelerator.autocast():
-            mismatch = branch_logps(model, alone)
+            mismatch = branch_logps(model, mismatches)
         return batch.replace(ref_logps=ref, kl=mismatch - ref[:, 1])
 
-    def reference_batches(self, batch: KTOBatch, alone: MicroBatch | None = None) -> list[MicroBatch]:
-        """The batches that the reference scores for training: y and y' of each row, where there is a y'.
+    def reference_batches(self, batch: KTOBatch, mismatches: MicroBatch | None = None) -> list[MicroBatch]:
+        """Return the batches that the reference scores for training, with y and, if there is one, y' of each row.
 
-        In half precision y and y' by themselves, as the policy scores them: in other shapes products round otherwise,
-        and the policy would not begin at its reference. In float32 both behind one prompt, which is read once.
-        alone: the batch of y', if it was laid out already.
+        In half precision y and y' are in separate batches, like those that the policy scores. Products of other shapes
+        are rounded differently, and the policy would not be equal to its reference at the start. In float32 both share
+        one prompt, which is processed once.
+
+        Args:
+            batch: A micro-batch of y.
+            mismatches: The batch of y', if it has been laid out before.
         """
         if batch.pairs is None:
             return [batch]
-        if self.exact:
+        if self.is_float32:
             return [self.both_completions(batch)]
-        return [batch, alone or self._lay_out(batch.pairs, first=1)]
+        return [batch, mismatches or self._lay_out(batch.pairs, first=1)]
 
     def both_completions(self, batch: KTOBatch) -> MicroBatch:
-        """Return each row's own completion and the mismatched one, where there is one, after one prompt."""
+        """Return the batch with y and, if there is one, y' of each row after a shared prompt."""
         return batch if batch.pairs is None else self._lay_out(batch.pairs, first=0)
 
     def _lay_out(self, pairs: Deferred, first: int) -> MicroBatch:
-        """The prompts with their completions from number `first` on."""
-        examples = [replace(one, branches=one.branches[first:]) for one in pairs.items]
+        """Return the batch of the examples without the completions before number `first`."""
+        examples = [replace(example, branches=example.branches[first:]) for example in pairs.items]
         return self._prepare_inputs(self.data_collator.lay_out(examples))
 
     # ---- losses
 
     def prepare_evaluation(self) -> None:
-        """Forget what an earlier evaluation has left."""
-        self.evaluated = []
+        """Discard the values of an earlier evaluation."""
+        self.eval_values = []
 
     def losses(self, model: nn.Module, batch: KTOBatch) -> Losses:  # type: ignore[override]
-        """One weighted loss for each row, [B]."""
-        part: MicroBatch = batch
-        # In evaluation no backward waits for the KL, so both completions are scored in one pass of each model.
+        """Return the loss of each row with its class weight, [B]."""
+        scored: MicroBatch = batch
+        # Evaluation has no backward that requires the KL first, so each model scores y and y' in one forward pass.
         if evaluating := batch.shift is None:
-            part = self.both_completions(batch)
-            batch = batch.replace(ref_logps=self.reference.logps(model, batch, [part]))
-        scores = self.score(model, part, LogProb(part.targets))
-        logps = part.per_branch(scores.value).view(len(batch.index), -1)
-        lengths = part.per_branch(torch.ones_like(scores.value)).view_as(logps)
-        # The window of an evaluation is the whole set: this shift is of the batch, and `finish_metrics` takes the loss
-        # again with the exact one.
+            scored = self.both_completions(batch)
+            batch = batch.replace(ref_logps=self.reference.logps(model, batch, [scored]))
+        scores = self.score(model, scored, LogProb(scored.targets))
+        logps = scored.per_branch(scores.value).view(len(batch.index), -1)
+        lengths = scored.per_branch(torch.ones_like(scores.value)).view_as(logps)
+        # The window of an evaluation is the whole dataset. The shift here is that of the batch, and `finish_metrics`
+        # computes the loss again with the exact shift.
         if evaluating:
             assert batch.ref_logps is not None
             kl = (logps - batch.ref_logps)[:, 1:].sum(1)
@@ -235,14 +310,20 @@ class KTOTrainer(PostTrainer):
         if logps.requires_grad:
             self.delta.add(self.args.beta * log_ratio, weights)
         else:
-            evaluated = torch.stack([log_ratio, label.to(log_ratio), batch.kl], dim=1)
-            self.evaluated.append(evaluated[weights > 0].cpu())
+            values_of_rows = torch.stack([log_ratio, label.to(log_ratio), batch.kl], dim=1)
+            self.eval_values.append(values_of_rows[weights > 0].cpu())
         metrics = self._metrics(logps, log_ratio, batch, weights)
         predictions = torch.stack([logps, ref], dim=1).detach()
         return Losses(values, weights, metrics, scores.router_logits, predictions, label)
 
     def row_losses(self, log_ratio: Tensor, label: Tensor, shift: Tensor) -> Tensor:
-        """The loss of each row with its class weight, [B]; shift: KL estimate (clamped here) or BCO's delta."""
+        """Return the loss of each row with its class weight, [B].
+
+        Args:
+            log_ratio: Log-ratios of policy and reference, [B].
+            label: True for desirable rows, [B].
+            shift: Estimate of the KL, which is clamped here, or delta of BCO; a scalar.
+        """
         if self.args.loss_type == "kto":
             shift = shift.clamp(min=0)
         losses = UNPAIRED[self.args.loss_type](log_ratio, label, shift, self.args.beta)
@@ -252,6 +333,7 @@ class KTOTrainer(PostTrainer):
     def _metrics(
         self, logps: Tensor, log_ratio: Tensor, batch: KTOBatch, weights: Tensor
     ) -> dict[str, tuple[Tensor, Tensor | None]]:
+        """Return the metrics of a micro-batch."""
         label = batch.label
         shift = batch.shift
         share = batch.share
@@ -273,11 +355,11 @@ class KTOTrainer(PostTrainer):
         return metrics
 
     def finish_metrics(self, stage: str, metrics: dict[str, float]) -> dict[str, float]:
-        """The margin of the class means; in evaluation the loss again, with the KL of the whole set."""
+        """Add the margin of the class means. In evaluation compute the loss with the KL of the whole dataset."""
         if "rewards/chosen" in metrics and "rewards/rejected" in metrics:
             metrics["rewards/margins"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]
-        if stage == "eval" and self.evaluated:
-            parts = gather_object(self.evaluated) if self.accelerator.num_processes > 1 else self.evaluated
+        if stage == "eval" and self.eval_values:
+            parts = gather_object(self.eval_values) if self.accelerator.num_processes > 1 else self.eval_values
             log_ratio, label, kl = torch.cat(parts).double().unbind(1)
             if self.args.loss_type == "kto":
                 metrics |= {"kl": kl.mean().item(), "kl_clamped": float(kl.mean() < 0)}

@@ -1,4 +1,4 @@
-"""What KTO needs besides its loss: a partner of each row, and BCO's running mean of rewards."""
+"""Partners of the rows for the KL estimate of KTO, and the running mean of rewards for BCO."""
 
 import logging
 from typing import Any
@@ -18,14 +18,20 @@ logger = logging.getLogger(__name__)
 
 
 def find_partners(rows: datasets.Dataset, seed: int, name: str = "train") -> np.ndarray:
-    """For each row the number of a row with another prompt: a seeded permutation where that is possible, [rows].
+    """Return for each row the number of a row with another prompt, [rows].
 
-    Rows of one prompt stand together in a shuffled order that is then shifted by the largest group: no row meets its
-    own prompt as long as no prompt holds over half the rows. Raises InputError if there is a single distinct prompt.
+    The partners are a seeded permutation where that is possible. The rows are shuffled so that rows with the same
+    prompt are adjacent, and this order is shifted by the size of the largest group. No row then has a partner with its
+    own prompt, provided that no prompt has more than half of the rows. With such a prompt, the rows that this
+    does not separate from their own prompt get random partners.
+
+    Raises:
+        InputError: All rows have the same prompt.
     """
     _, group, sizes = np.unique(rows["prompt_key"][:], return_inverse=True, return_counts=True)
     if len(sizes) == 1:
-        raise InputError(f"{name}: all {len(rows)} rows have the same prompt; KTO's KL estimate needs another one")
+        problem = f"{name}: all {len(rows)} rows have the same prompt, and the KL estimate of KTO requires another one"
+        raise InputError(f"{problem}. Add rows with other prompts, or set loss_type: apo_zero_unpaired")
     random = np.random.default_rng(seed)
     order = np.lexsort((random.permutation(len(group)), random.permutation(len(sizes))[group]))
     partner = np.empty(len(group), dtype=np.int64)
@@ -45,7 +51,10 @@ def find_partners(rows: datasets.Dataset, seed: int, name: str = "train") -> np.
 
 
 class RunningMean(TrainerCallback):
-    """BCO's delta: the mean reward of every row trained so far, on all ranks; it moves once a window and is saved."""
+    """The delta of BCO, which is the mean reward of all rows trained so far, over all ranks.
+
+    It is updated once per window, and checkpoints store it.
+    """
 
     required = False
 
@@ -56,30 +65,30 @@ class RunningMean(TrainerCallback):
 
     @property
     def mean(self) -> Tensor:
-        """The mean so far, a scalar; 0 before the first window."""
+        """The current mean, a scalar, which is 0 before the first window."""
         return self.total[0] / self.total[1].clamp(min=1)
 
     def add(self, rewards: Tensor, weights: Tensor) -> None:
-        """Remember the rewards of a micro-batch for the next window, [B] each; weight 0 leaves a row out."""
+        """Add the rewards [B] of a micro-batch, which count from the next window on. Weight 0 excludes a row."""
         self.pending.append(sum_and_count(rewards.detach(), weights))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Take in what the window added, over all ranks."""
+        """Update the mean with the rewards of the window from all ranks."""
         if self.pending:
-            added = self.accelerator.reduce(torch.stack(self.pending).sum(0), "sum")
-            self.total = self.total.to(added.device) + added
+            window_total = self.accelerator.reduce(torch.stack(self.pending).sum(0), "sum")
+            self.total = self.total.to(window_total.device) + window_total
             self.pending = []
 
     def reset(self) -> None:
-        """Start at 0."""
+        """Reset the mean to 0."""
         self.total = torch.zeros(2, dtype=torch.float64)
         self.pending = []
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the sum of rewards and their number."""
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the sum and the number of the rewards."""
         return {"total": self.total}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Continue from the mean of a checkpoint."""
         self.total = state["total"]
         self.pending = []
@@ -87,7 +96,7 @@ class RunningMean(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Return to the mean of the best weights, where they were loaded."""
+        """Restore the mean of the best checkpoint if its weights were loaded."""
         if args.load_best_model_at_end and state.best_model_checkpoint:
             self.reset()
             if best := stateful.read(state.best_model_checkpoint).get("mean_reward"):

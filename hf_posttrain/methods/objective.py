@@ -1,11 +1,11 @@
-"""What a student learns from a teacher's signal: a divergence, or a policy gradient on sampled tokens.
+"""Objectives of distillation: a divergence from the teacher, or a policy gradient on sampled tokens.
 
-    Divergence        D(q, p) over the whole vocabulary or the teacher's top k, mixed with the cross-entropy of the data
+    Divergence        D(q, p) over the whole vocabulary or the teacher's top k, plus the cross-entropy of the data
     PolicyGradient    -sg(A) ln q of the sampled tokens, A = ln p - ln q
 
-q is the student's distribution and p the teacher's, both at the temperature of the request. `tile` gives the tile
-function for `PostTrainer.score`; `complete` turns its scores into the loss of each token, which differs from `value`
-only where a teacher with another tokenizer is compared by chunks of text.
+q is the distribution of the student and p that of the teacher, both at the temperature of the request. `tile` returns
+the tile function for `PostTrainer.score`. `complete` converts its scores to the loss of each token, which differs from
+`value` only for a teacher with another tokenizer, which is compared by chunks of text.
 
 Legend: N scored tokens.
 """
@@ -29,11 +29,11 @@ from ..teachers.signal import Chunked, Dense, Request, Sampled, TeacherSignal, T
 
 
 class Objective(Protocol):
-    """A loss of each token."""
+    """Definition of the loss of each token."""
 
     @property
     def request(self) -> Request:
-        """What it needs from the teacher."""
+        """The request to the teacher."""
         ...
 
     def tile(self, signal: TeacherSignal, batch: DistillationBatch) -> TileFunction:
@@ -47,13 +47,13 @@ class Objective(Protocol):
 
 @dataclass(frozen=True)
 class Divergence:
-    """A divergence between student and teacher."""
+    """Divergence between student and teacher."""
 
-    function: Callable[[Tensor, Tensor], Tensor]  # of log-probabilities (student, teacher), [n, V] -> [n]
+    function: Callable[[Tensor, Tensor], Tensor]  # (student, teacher) log-probabilities [n, V] -> [n]
     request: Request
-    ce_coef: float = 0.0  # share of the cross-entropy of the targets in the loss
+    ce_coef: float = 0.0  # weight of the cross-entropy of the targets in the loss
     on_policy: bool = False  # the targets were sampled from the student
-    unbiased_remainder: bool = False  # of the top k: the sampled token stands for the tokens outside of it
+    unbiased_remainder: bool = False  # estimate tokens outside the top k by the sampled token
 
     def tile(self, signal: TeacherSignal, batch: DistillationBatch) -> TileFunction:
         """Return the tile function of a batch."""
@@ -63,20 +63,20 @@ class Divergence:
         if isinstance(signal, Chunked):
             tile = cross_tokenizer_tile(signal, self.function, tokens, request.temperature, self.ce_coef)
             return request.eos.wrap(tile)
-        # where EOS ids are merged, the cross-entropy is of the targets before merging
+        # with merged EOS ids the cross-entropy uses the targets before merging, and is added below
         ce_coef = 0.0 if request.eos else self.ce_coef
         if isinstance(signal, Dense):
             tile = teacher_tiles.dense(self.function, signal.logits, tokens, request.temperature, ce_coef)
         elif isinstance(signal, TopK):
-            common = signal.ids, signal.logps, tokens, request.temperature, request.vocabulary
+            top = signal.ids, signal.logps, tokens, request.temperature, request.vocabulary
             if self.unbiased_remainder and signal.targets is not None:
-                tile = residual(*common, teacher=signal.targets)
+                tile = residual(*top, teacher=signal.targets)
             else:
-                tile = top_k(self.function, *common, ce_coef=ce_coef, teacher=signal.targets)
+                tile = top_k(self.function, *top, ce_coef=ce_coef, teacher=signal.targets)
         else:
-            raise InputError("the teacher gave no distribution")
+            raise InputError(f"the loss requires a distribution of the teacher, not a {type(signal).__name__} signal")
         tile = request.eos.wrap(tile)
-        return teacher_tiles.beside_cross_entropy(tile, targets, self.ce_coef) if request.eos else tile
+        return teacher_tiles.add_cross_entropy(tile, targets, self.ce_coef) if request.eos else tile
 
     def complete(self, scores: Scores, signal: TeacherSignal) -> Scores:
         """Return the scores with the loss of each token as `value`."""
@@ -85,20 +85,21 @@ class Divergence:
         if self.on_policy:
             return _on_rollouts(scores, Chunks.from_signal(signal, scores.student))
         alone = scores.alone > 0
-        # of a token that is not alone its ln q is known, which makes both parts of the loss
+        # The value of a token that is not compared alone is its ln q, which gives both terms of the loss.
         chunks = Chunks.from_signal(signal, torch.where(alone, scores.student, scores.value))
-        apart = chunks.on_data(self.function)
-        mixed = (1 - self.ce_coef) * apart - self.ce_coef * scores.value
-        divergence = torch.where(alone, apart if scores.divergence is None else scores.divergence, apart)
+        chunk_divergence = chunks.on_data(self.function)
+        mixed = (1 - self.ce_coef) * chunk_divergence - self.ce_coef * scores.value
+        token_divergence = chunk_divergence if scores.divergence is None else scores.divergence
+        divergence = torch.where(alone, token_divergence, chunk_divergence)
         value = torch.where(alone, scores.value, mixed)
         return scores.replace(value=value, divergence=divergence.detach(), ce=-scores.student)
 
 
 @dataclass(frozen=True)
 class PolicyGradient:
-    """The policy gradient of the reverse KL on sampled tokens.
+    """Policy gradient of the reverse KL on sampled tokens.
 
-    A `RolloutBatch` may add a reward to the advantage, and importance weights.
+    A `RolloutBatch` may have rewards, which are added to the advantage, and importance weights.
     """
 
     request: Request
@@ -110,7 +111,8 @@ class PolicyGradient:
             tile = cross_tokenizer_tile(signal, teacher_tiles.reverse_kl, tokens, self.request.temperature)
             return self.request.eos.wrap(tile)
         if not isinstance(signal, Sampled | TopK) or signal.targets is None:
-            raise InputError("the teacher gave no log-probabilities of the sampled tokens")
+            problem = "policy_gradient requires log-probabilities of the sampled tokens"
+            raise InputError(f"{problem}, which are missing in the {type(signal).__name__} signal of the teacher")
         tile = SampledPolicyGradient(
             tokens,
             signal.targets,
@@ -130,6 +132,6 @@ class PolicyGradient:
 
 
 def _on_rollouts(scores: Scores, chunks: Chunks) -> Scores:
-    """Return the scores of sampled tokens compared by chunks."""
+    """Return the scores of sampled tokens that are compared by chunks."""
     value, divergence = chunks.on_rollouts(scores.value, scores.alone > 0)
     return scores.replace(value=value, divergence=divergence, teacher=scores.student + chunks.gap)

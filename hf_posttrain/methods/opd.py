@@ -1,11 +1,11 @@
-"""On-policy distillation: the student answers, the teacher scores each token of the answer, the student moves to it.
+"""On-policy distillation: the student is trained on its own samples, whose tokens the teacher scores.
 
-    each optimizer step: sample K rollouts y ~ q(.|x) for every prompt of the window, in one generation call
+    in each optimizer step sample K rollouts y ~ q(.|x) for every prompt of the window, in one generation call
     loss = mean over rollout tokens of  D(q, p) over the whole vocabulary        (loss_type reverse_kl, jsd, ...)
                                     or  -sg(log p(y_t) - log q(y_t)) log q(y_t)  (loss_type policy_gradient)
 
-q is the student's distribution and p the teacher's, both at the sampling temperature, and rollouts are drawn from
-exactly q. Rollouts depend on (seed, step, rank) alone, so a resumed run repeats them.
+q is the distribution of the student and p that of the teacher, both at the sampling temperature. Rollouts are sampled
+from exactly q. They depend only on the seed, the step and the rank, so a resumed run repeats them.
 Sources: GKD (arXiv 2306.13649), MiniLLM (arXiv 2306.08543), and on-policy distillation as in ArcticTraining.
 """
 
@@ -14,8 +14,11 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from transformers import PreTrainedTokenizerBase
+from transformers.trainer_utils import TrainOutput
 
-from ..data.lengths import check_answered, warn_if_cut
+from ..data.dataset_type import AnyDataset
+from ..data.lengths import check_completions, warn_if_truncated
 from ..models.policy import align_generation
 from ..options import option
 from ..rollouts import vllm
@@ -26,7 +29,7 @@ from ..rollouts.options import RewardOptions, RolloutOptions, SamplerOptions, To
 from ..rollouts.policy_sampler import synchronise
 from ..rollouts.reward import Reward
 from ..scoring.layouts import Branch, Example
-from ..scoring.teacher_tiles import divergence
+from ..scoring.teacher_tiles import divergence_function
 from ..trainer.loss_output import Losses
 from . import METHODS
 from .distillation import DistillationConfig, DistillationTrainer
@@ -39,28 +42,66 @@ from .rules import POLICY_GRADIENT
 
 @dataclass
 class OPDConfig(DistillationConfig):
-    """Options of OPD; every other field of TrainingArguments and PostTrainConfig works as well."""
+    """Options of `OPDTrainer`.
+
+    The options of `DistillationConfig`, `PostTrainConfig` and `TrainingArguments` are valid as well.
+
+    Args:
+        learning_rate: Peak learning rate of AdamW.
+        loss_type: Name of the loss: policy_gradient (on the sampled tokens), or a divergence over the whole vocabulary,
+            which is reverse_kl, jsd, forward_kl, skew_forward_kl, skew_reverse_kl or tvd.
+        beta: Interpolation coefficient of jsd, where 0 is the forward KL and 1 the reverse KL (by default 0.5), or
+            share of the other distribution in the mixture of skew_forward_kl and skew_reverse_kl (by default 0.1).
+        temperature: Temperature of sampling and of the scores of student and teacher.
+        max_completion_length: Maximum length of a rollout in tokens. Prompts are limited to max_length minus this.
+        num_generations: Number of rollouts per prompt, K.
+        disable_dropout: Set all dropout probabilities of the policy to 0, because rollouts are sampled without dropout.
+        lmbda: Share of the prompts for which the student samples the answer. The others are trained on their completion
+            in the data.
+        rollouts: Source of the rollouts: on_policy, frozen (sampled once, before training) or replay (some from earlier
+            steps), or {source: replay, fresh_fraction, replay_steps, train_max_tokens}.
+        sampler: Program that samples the rollouts: policy (the trained model), vllm_colocate or vllm_server, or {kind,
+            options}. vLLM gets the weights once per optimizer step.
+        reward: Reward in addition to the teacher: {function: exact_match or package.module:name, coef}.
+        token_weights: Weighting of the tokens: cumulative, top_share, extremes, bounded or sign, or {name, option:
+            number}.
+        diagnostics: Log in each logged step at which positions of the rollouts student and teacher differ, including
+            the noise of training (dropout, NEFTune). Disabled with teacher.precompute.
+
+    Example:
+        ```python
+        from hf_posttrain import OPDConfig
+
+        args = OPDConfig(output_dir="outputs/opd", loss_type="jsd", beta=0.9, max_completion_length=256)
+        ```
+    """
 
     method: ClassVar = METHODS["opd"]
     merges_eos: ClassVar = True
     learning_rate: float = option(1e-6, "Peak learning rate of AdamW.")
     loss_type: str = option(
         "reverse_kl",
-        "policy_gradient (sampled tokens), or over the whole vocabulary reverse_kl, jsd, forward_kl, skew_*_kl, tvd.",
+        "Name of the loss: policy_gradient (on the sampled tokens), or a divergence over the whole vocabulary, which "
+        "is reverse_kl, jsd, forward_kl, skew_forward_kl, skew_reverse_kl or tvd.",
     )
     beta: float | None = option(
         None,
-        "Interpolation of jsd, where 0 is forward KL and 1 reverse KL (by default 0.5), or the share of the other "
-        "distribution that skew_forward_kl and skew_reverse_kl mix in (by default 0.1).",
+        "Interpolation coefficient of jsd, where 0 is the forward KL and 1 the reverse KL (by default 0.5), or share "
+        "of the other distribution in the mixture of skew_forward_kl and skew_reverse_kl (by default 0.1).",
     )
-    temperature: float = option(1.0, "Of sampling and of both scores.")
-    max_completion_length: int = option(512, "Longest rollout in tokens; the prompt has max_length minus this.")
-    num_generations: int = option(1, "Rollouts of each prompt, K.")
+    temperature: float = option(1.0, "Temperature of sampling and of the scores of student and teacher.")
+    max_completion_length: int = option(
+        512, "Maximum length of a rollout in tokens. Prompts are limited to max_length minus this."
+    )
+    num_generations: int = option(1, "Number of rollouts per prompt, K.")
     disable_dropout: bool = option(
-        True, "Set every dropout of the policy to 0: rollouts are sampled without, so they are scored without."
+        True,
+        "Set all dropout probabilities of the policy to 0, because rollouts are sampled without dropout.",
     )
     lmbda: float = option(
-        1.0, "Share of prompts answered by the student; the others are trained on their completion in the data."
+        1.0,
+        "Share of the prompts for which the student samples the answer. The others are trained on their completion in "
+        "the data.",
     )
     rollouts: RolloutOptions | str | dict[str, Any] | None = option(
         "on_policy",
@@ -69,19 +110,19 @@ class OPDConfig(DistillationConfig):
     )
     sampler: SamplerOptions | str | dict[str, Any] | None = option(
         "policy",
-        "Program that samples the rollouts: policy (the model that trains), vllm_colocate or vllm_server, or {kind, "
+        "Program that samples the rollouts: policy (the trained model), vllm_colocate or vllm_server, or {kind, "
         "options}. vLLM gets the weights once per optimizer step.",
     )
     reward: RewardOptions | str | dict[str, Any] | None = option(
-        None, "A reward in addition to the teacher: {function: exact_match or package.module:name, coef}."
+        None, "Reward in addition to the teacher: {function: exact_match or package.module:name, coef}."
     )
     token_weights: TokenWeightOptions | str | dict[str, Any] | None = option(
-        None, "Which tokens count more: cumulative, top_share, extremes, bounded or sign, or {name, option: number}."
+        None, "Weighting of the tokens: cumulative, top_share, extremes, bounded or sign, or {name, option: number}."
     )
     diagnostics: bool = option(
         True,
-        "Log where along a rollout student and teacher differ, in each step that is logged, with the noise of training "
-        "(dropout, NEFTune) if there is any. Not with teacher.precompute.",
+        "Log in each logged step at which positions of the rollouts student and teacher differ, including the noise of "
+        "training (dropout, NEFTune). Disabled with teacher.precompute.",
     )
 
     def _validate(self) -> None:
@@ -92,20 +133,41 @@ class OPDConfig(DistillationConfig):
 
 
 class OPDTrainer(DistillationTrainer, OnPolicyInterface):
-    """OPD of a causal LM. Rows: prompt (and completion); for the teacher see `DistillationTrainer`.
+    """Trainer for on-policy distillation (OPD) of a causal language model.
 
-    `compute_metrics` gets summed log-probabilities of the rollouts [prompts, K, 2] (student, teacher) and their lengths
-    [prompts, K] as label_ids.
+    Rows have `prompt`, and `completion` if a reward or `lmbda` below 1 requires it. The arguments `teacher_model` and
+    `teacher_offload` are described in `DistillationTrainer`. `compute_metrics` receives as predictions the summed
+    log-probabilities of the rollouts [prompts, K, 2] (student, teacher), and as label_ids their lengths [prompts, K].
+
+    Args:
+        *args: Positional arguments of `DistillationTrainer`.
+        **kwargs: Keyword arguments of `DistillationTrainer`.
+
+    Example:
+        ```python
+        from datasets import Dataset
+
+        from hf_posttrain import OPDConfig, OPDTrainer
+
+        rows = [{"prompt": "2 + 2 ="}, {"prompt": "3 + 4 ="}]
+        trainer = OPDTrainer(
+            model="Qwen/Qwen3-0.6B",
+            args=OPDConfig(output_dir="outputs/opd", max_completion_length=8, max_steps=1, report_to="none"),
+            train_dataset=Dataset.from_list(rows),
+            teacher_model="Qwen/Qwen3-4B",
+        )
+        trainer.train()
+        ```
     """
 
     config_class = OPDConfig
     collator_class = PromptCollator
 
-    def __init__(self, *args: Any, **kwargs: Any):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.terminal_ids = self.teacher_ends
-        self.ends = torch.tensor(self.terminal_ids, device=self.args.device)  # once: a copy from the host waits
-        align_generation(self.model, self.tokenizer, self.terminal_ids)  # the student learns to write these too
+        self.ends = torch.tensor(self.terminal_ids, device=self.args.device)  # built once to avoid host copies
+        align_generation(self.model, self.tokenizer, self.terminal_ids)  # the student learns these from the teacher
         self.rollout_options = self.args
         self.sampler = self.args.sampler.load()(self)
         reward = Reward(self.args.reward) if self.args.reward else None
@@ -113,52 +175,58 @@ class OPDTrainer(DistillationTrainer, OnPolicyInterface):
         self.rollouts = RolloutBuilder(self, self.source, reward)
         self.diagnostics = DiagnosticsBuilder(self)
         if self.args.lmbda < 1:
-            warn_if_cut(self.train_dataset, self.args.max_completion_length)
+            warn_if_truncated(self.train_dataset, self.args.max_completion_length)
 
     @classmethod
-    def check_rows(cls, rows: Any, tokenizer: Any, args: Any, name: str) -> None:
-        """Raise InputError for prepared rows without the answers that a reward, or a share of the prompts, requires."""
+    def check_rows(  # type: ignore[override]
+        cls, rows: AnyDataset, tokenizer: PreTrainedTokenizerBase, args: OPDConfig, name: str
+    ) -> None:
+        """Check prepared rows.
+
+        Raises:
+            InputError: Rows have no completion in the data, which the reward or `lmbda` below 1 requires.
+        """
         super().check_rows(rows, tokenizer, args, name)
-        if args.reward and args.reward.function == "exact_match":
-            check_answered(rows, tokenizer, f"{name}: reward exact_match compares with completions of the data")
+        if isinstance(args.reward, RewardOptions) and args.reward.function == "exact_match":
+            check_completions(rows, tokenizer, f"{name}: reward exact_match compares with completions of the data")
         elif name.startswith("train") and args.lmbda < 1:
-            check_answered(rows, tokenizer, "lmbda below 1 trains on completions of the data")
+            check_completions(rows, tokenizer, "lmbda below 1 trains on completions of the data")
 
     @staticmethod
     def examples(row: dict[str, Any]) -> list[Example]:
-        """Return the prompt, with its completion in the data if it has one."""
+        """Return the example of a row, with the prompt and its completion in the data, if any."""
         return [Example(row["prompt_ids"], [Branch(row["completion_ids"])] if row["completion_ids"] else [])]
 
-    # ---- one step: rollouts, then losses
+    # ---- optimizer step
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train as PostTrainer does. The weights may have changed since the last training."""
+    def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
+        """Train. Rollouts of an earlier training are discarded first, because the weights may have changed since."""
         self.rollouts.reset()
         return super().train(*args, **kwargs)
 
     def next_window(self, epoch_iterator: Any, count: int) -> list[RolloutBatch]:  # type: ignore[override]
-        """Return the next prompts."""
+        """Return the prompts of the next window."""
         return self.rollouts.next_window(super().next_window, epoch_iterator, count)
 
     def prepare_window(self, batches: list[RolloutBatch]) -> list[RolloutBatch]:  # type: ignore[override]
-        """Sample rollouts for all micro-batches at once, and ask a teacher on a server about them."""
+        """Return the micro-batches with rollouts, sampled for all of them at once, and with the signals of a server."""
         batches = self.rollouts.window(batches, self.state.global_step)
         batches = super().prepare_window(batches)
         return add_token_weights(self, batches) if self.args.token_weights else batches
 
     def prepare_evaluation(self) -> None:
-        """Give the sampler the current weights."""
+        """Send the current weights to the sampler."""
         synchronise(self)
 
     def prepare_evaluation_batch(self, batch: RolloutBatch) -> RolloutBatch:  # type: ignore[override]
-        """Sample rollouts for a batch of prompts."""
+        """Return a batch of prompts with sampled rollouts."""
         return self.rollouts.evaluation(batch)
 
     def losses(self, model: nn.Module, batch: RolloutBatch) -> Losses:  # type: ignore[override]
         """Return the loss of each rollout token, [N]."""
         weights = self.weights(batch)
         token_weights = 1.0 if batch.token_weights is None else batch.token_weights
-        observe = self.diagnostics.of(batch) if self.args.diagnostics else None
+        observe = self.diagnostics.observer_factory(batch) if self.args.diagnostics else None
         scores, signal = self.distill(model, batch, weights * token_weights, observe)
         metrics = rollout_metrics(self, scores, signal, batch)
         losses = Losses(scores.value * token_weights, weights, metrics, scores.router_logits)
@@ -171,13 +239,13 @@ class OPDTrainer(DistillationTrainer, OnPolicyInterface):
         options = self.args.teacher
         if self.args.loss_type == POLICY_GRADIENT:
             return PolicyGradient(self.request("sampled", options.top_k))
-        function = divergence(self.args.loss_type, self.args.beta)
+        function = divergence_function(self.args.loss_type, self.args.beta)
         unbiased = options.top_k_remainder == "residual"
         request = self.request("dense", options.top_k)
         return Divergence(function, request, on_policy=True, unbiased_remainder=unbiased)
 
     def finish_metrics(self, stage: str, metrics: dict[str, float]) -> dict[str, float]:
-        """Add perplexities. The first log reports what its diagnostics suggest."""
+        """Add perplexities to the metrics. The first training log also logs a recommendation for `rollouts`."""
         if stage == "train":
             self.diagnostics.log_advice(metrics)
         return add_perplexities(metrics)

@@ -1,19 +1,22 @@
-"""Weights of the tokens of OPD's rollouts, before the first backward of a step."""
+"""Weights of the tokens of OPD rollouts, which are computed before the first backward of a step."""
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from ..losses.token_weights import Tokens, weigh
+from ..losses.token_weights import Tokens, normalized_weights
 from ..rollouts.batch import RolloutBatch
 from ..scoring.forward import eval_mode
 
+if TYPE_CHECKING:
+    from .opd import OPDTrainer
 
-def add_token_weights(trainer: Any, batches: list[RolloutBatch]) -> list[RolloutBatch]:
-    """Return the micro-batches of a step with their `token_weights` [N].
 
-    Student and teacher score the whole step once more, so that the weights do not depend on how the step is split.
+def add_token_weights(trainer: "OPDTrainer", batches: list[RolloutBatch]) -> list[RolloutBatch]:
+    """Return the micro-batches of a step with `token_weights` [N].
+
+    Student and teacher score the whole step once more, so that the weights do not depend on the micro-batch size.
     """
     scored = []
     for batch in batches:
@@ -21,9 +24,11 @@ def add_token_weights(trainer: Any, batches: list[RolloutBatch]) -> list[Rollout
             scores, _ = trainer.distill(trainer.model_wrapped, batch, None)
         student = scores.student
         teacher = scores.teacher
+        assert student is not None
+        assert teacher is not None
         divergence = student - teacher if scores.divergence is None else scores.divergence
         scored.append(Tokens(student, teacher, divergence, batch.owner, trainer.weights(batch)))
     options = trainer.args.token_weights
-    weights = weigh(Tokens.of(scored, trainer.accelerator), options.kind, dataclasses.asdict(options))
-    of_batches = weights.split([len(tokens.student) for tokens in scored])
-    return [batch.replace(token_weights=each) for batch, each in zip(batches, of_batches, strict=True)]
+    weights = normalized_weights(Tokens.concat(scored, trainer.accelerator), options.kind, dataclasses.asdict(options))
+    weights_of_batches = weights.split([len(tokens.student) for tokens in scored])
+    return [batch.replace(token_weights=part) for batch, part in zip(batches, weights_of_batches, strict=True)]

@@ -1,20 +1,25 @@
-"""What the options of single methods exclude: losses and their options, and rollouts by vLLM.
+"""Rules about the options of single methods. They yield the problems of options that contradict each other.
 
-Each rule takes an object with the fields of the method's Config, as given, and yields problems, without torch. A test
-holds the names of losses equal to the tables of functions in `losses`.
+A rule takes an object with the fields of the Config of its method before validation. This module can be imported
+without torch. A test ensures that the names of losses are the keys of the tables in `losses`.
 """
 
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..capabilities import Feature, conflict
-from ..data.template import parsed
+from ..capabilities import Feature, conflict_message
+from ..data.template import parse_template
 from ..losses.names import DIVERGENCES
 from ..models.config import TeacherSection
-from ..monitoring.symptoms import listed
-from ..trainer.limits import LARGEST, Problem
-from ..trainer.rules import one_of
+from ..monitoring.symptoms import as_names
+from ..trainer.limits import MAX_FACTOR, Problem
+from ..trainer.rules import choice_problems
+
+if TYPE_CHECKING:
+    from .dpo import DPOConfig
+    from .kto import KTOConfig
+    from .sft import SFTConfig
 
 PAIRED_LOSSES = (
     "sigmoid",
@@ -38,64 +43,74 @@ UNPAIRED_LOSSES = ("kto", "apo_zero_unpaired", "bco")
 POLICY_GRADIENT = "policy_gradient"
 
 
-def sft_problems(values: Any) -> Iterator[Problem]:
-    """What SFTConfig refuses."""
+def sft_problems(values: "SFTConfig") -> Iterator[Problem]:
+    """Yield the problems of the options of SFT."""
     if values.packing and values.max_length is None:
-        yield ("packing", "max_length"), "packing needs max_length, the length of a packed row"
+        yield ("packing", "max_length"), "packing requires max_length. Set it to the length of a packed row"
 
 
-def dpo_loss_problems(values: Any) -> Iterator[Problem]:
-    """Names and number of DPO's losses."""
-    names = listed(values.loss_type)
+def dpo_loss_problems(values: "DPOConfig") -> Iterator[Problem]:
+    """Yield the problems of the losses of DPO, their weights, and the options that single losses read."""
+    names = as_names(values.loss_type)
     weights = values.loss_weights
     for name in names:
-        yield from one_of("loss_type", name, PAIRED_LOSSES)
+        yield from choice_problems("loss_type", name, PAIRED_LOSSES)
     if not names:
-        yield ("loss_type",), "loss_type is empty: name one loss at least, such as sigmoid"
+        yield ("loss_type",), "loss_type must not be empty. Set a loss such as sigmoid"
     if weights is not None:
-        each = weights if isinstance(weights, list | tuple) else [weights]
-        numbers = [weight for weight in each if isinstance(weight, int | float) and 0 <= weight <= LARGEST]
-        if len(each) != len(names):
-            yield ("loss_weights", "loss_type"), f"loss_weights has {len(each)} values for {len(names)} loss_type"
-        elif len(numbers) < len(each) or not (any(numbers) or values.nll_coef):
-            yield ("loss_weights",), f"loss_weights={weights!r} must be numbers from 0 to 1e6, not all of them 0"
+        given = weights if isinstance(weights, list | tuple) else [weights]
+        valid = [weight for weight in given if isinstance(weight, int | float) and 0 <= weight <= MAX_FACTOR]
+        if len(given) != len(names):
+            problem = f"loss_weights has {len(given)} values for {len(names)} loss_type. Set one weight for each loss"
+            yield ("loss_weights", "loss_type"), problem
+        elif len(valid) < len(given) or not (any(valid) or values.nll_coef):
+            yield ("loss_weights",), f"loss_weights={weights!r} must be numbers from 0 to 1e6, and not all 0"
     if "simpo" in names and len(names) > 1 and values.beta is None:
-        yield ("loss_type",), "loss_type combines simpo (beta 2) with others (beta 0.1): set beta"
-    # what other losses would read
+        yield ("loss_type",), "loss_type combines simpo (beta 2) with other losses (beta 0.1). Set beta"
+
+    # options that the given losses do not read
     if values.simpo_gamma != 0.5 and "simpo" not in names:
-        yield ("simpo_gamma", "loss_type"), "simpo_gamma is the margin of loss_type simpo: set that, or drop it"
-    given = [name for name in ("precompute_ref_log_probs", "precompute_ref_batch_size") if getattr(values, name)]
-    if given and {*names} <= REFERENCE_FREE_LOSSES:
-        yield (given[0], "loss_type"), f"{given[0]}: loss_type {', '.join(names)} has no reference: drop it"
+        yield ("simpo_gamma", "loss_type"), "simpo_gamma is only valid with loss_type simpo. Remove it"
+    reference_options = [
+        name for name in ("precompute_ref_log_probs", "precompute_ref_batch_size") if getattr(values, name)
+    ]
+    if reference_options and {*names} <= REFERENCE_FREE_LOSSES:
+        name = reference_options[0]
+        problem = f"{name} requires a loss with a reference, which loss_type {', '.join(names)} is not. Remove it"
+        yield (name, "loss_type"), problem
 
 
-def dpo_smoothing_problems(values: Any) -> Iterator[Problem]:
-    """Which of DPO's losses know label_smoothing, and how much of it."""
-    names = listed(values.loss_type)
+def dpo_smoothing_problems(values: "DPOConfig") -> Iterator[Problem]:
+    """Yield the problems of label_smoothing in the losses of DPO."""
+    names = as_names(values.loss_type)
     smoothing = values.label_smoothing
     keys = ("label_smoothing", "loss_type")
     if smoothing and (others := [name for name in names if name not in SMOOTHED_LOSSES]):
-        yield keys, f"label_smoothing acts in {', '.join(SMOOTHED_LOSSES)}, not in loss_type {others[0]!r}"
+        problem = f"label_smoothing is only valid with {', '.join(SMOOTHED_LOSSES)}, not with loss_type {others[0]!r}"
+        yield keys, f"{problem}. Remove it"
     if "exo_pair" in names and smoothing == 0:
-        yield keys[::-1], "loss_type='exo_pair' needs label_smoothing above 0, for instance 1e-3"
+        yield keys[::-1], "loss_type='exo_pair' requires label_smoothing above 0. Set it, for instance to 1e-3"
     if "robust" in names and smoothing >= 0.5:
-        yield keys, f"loss_type='robust' needs label_smoothing below 0.5, not {smoothing}"
+        yield keys, f"loss_type='robust' requires label_smoothing below 0.5, not {smoothing}. Lower it"
 
 
-def kto_problems(values: Any) -> Iterator[Problem]:
-    """What KTOConfig refuses."""
-    yield from one_of("loss_type", values.loss_type, UNPAIRED_LOSSES)
+def kto_problems(values: "KTOConfig") -> Iterator[Problem]:
+    """Yield the problems of the options of KTO."""
+    yield from choice_problems("loss_type", values.loss_type, UNPAIRED_LOSSES)
     for name in ("desirable_weight", "undesirable_weight"):
         value = getattr(values, name)
-        if value != "auto" and not (isinstance(value, int | float) and 0 <= value <= LARGEST):
-            yield (name,), f"{name}={value!r} is neither auto nor a number from 0 to 1e6"
+        if value != "auto" and not (isinstance(value, int | float) and 0 <= value <= MAX_FACTOR):
+            yield (name,), f"{name}={value!r} must be auto or a number from 0 to 1e6"
     if values.desirable_weight == values.undesirable_weight == 0:
-        yield ("undesirable_weight", "desirable_weight"), "both class weights are 0, which trains nothing"
+        yield (
+            ("undesirable_weight", "desirable_weight"),
+            "undesirable_weight and desirable_weight are both 0. Raise one of them",
+        )
 
 
 def kd_problems(values: Any) -> Iterator[Problem]:
-    """Yield what KDConfig rejects."""
-    yield from one_of("divergence", values.divergence, DIVERGENCES)
+    """Yield the problems of the options of KD."""
+    yield from choice_problems("divergence", values.divergence, DIVERGENCES)
     yield from _divergence_problems("divergence", values)
     if values.teacher.top_k_remainder != "tail":
         problem = f"teacher.top_k_remainder={values.teacher.top_k_remainder!r} is only valid with method opd. Set tail"
@@ -103,23 +118,24 @@ def kd_problems(values: Any) -> Iterator[Problem]:
 
 
 def teacher_option_problems(values: Any) -> Iterator[Problem]:
-    """Yield what the options of teachers exclude."""
+    """Yield the problems of the options of teachers in a Config."""
     options = values.teacher
     tokenizer = options.tokenizer
     prompt = options.prompt
     names = options.names or []
     if options.precompute and options.top_k is None:
-        problem = "teacher.precompute requires teacher.top_k, the number of tokens that are kept for each position"
+        problem = "teacher.precompute requires teacher.top_k. Set it to the number of tokens to keep for each position"
         yield ("teacher.precompute", "teacher"), problem
     if not all(name.strip() for name in names):
-        yield ("teacher.names", "teacher"), f"teacher.names={names!r}: each name must be a text that is not empty"
+        yield ("teacher.names", "teacher"), f"teacher.names={names!r} must not have empty names"
         return
     for option, value in (("tokenizer", tokenizer), ("prompt", prompt)):
         keys = f"teacher.{option}", "teacher"
         if isinstance(value, dict) != bool(names) and value is not None:
-            yield keys, f"teacher.{option} is a mapping by name exactly if teacher.names is given"
+            form = "a mapping by the names in teacher.names" if names else "a string unless teacher.names is set"
+            yield keys, f"teacher.{option} must be {form}"
         elif isinstance(value, dict) and (unknown := sorted({*value} - {*names})):
-            yield keys, f"teacher.{option}: {unknown[0]!r} is not one of teacher.names: {', '.join(names)}"
+            yield keys, f"teacher.{option}: {unknown[0]!r} is not one of teacher.names, which are {', '.join(names)}"
     if tokenizer and not hasattr(values, "rollouts"):
         reason = "cannot be combined with a teacher with its own tokenizer, which is compared by chunks of text"
         if options.merge_eos:
@@ -129,81 +145,94 @@ def teacher_option_problems(values: Any) -> Iterator[Problem]:
 
 
 def teacher_section_problems(key: str, section: TeacherSection) -> Iterator[Problem]:
-    """What makes no sense in a teacher's section, which is `key`: keys of another kind of teacher than it is."""
+    """Yield the problems of a teacher section, such as keys of another kind of teacher.
+
+    Args:
+        key: Name of the section in messages.
+        section: The section.
+    """
     loading = ("from_scratch", "dtype", "attn_implementation", "quantization", "adapter", "offload")
-    plain = TeacherSection()
-    given = {name for name in loading if getattr(section, name) != getattr(plain, name)}
-    named = (given | ({"name_or_path"} if section.name_or_path else set())) - {"offload"}  # of another model
+    defaults = TeacherSection()
+    loading_keys = {name for name in loading if getattr(section, name) != getattr(defaults, name)}
+    # keys that describe a model other than the student
+    model_keys = (loading_keys | ({"name_or_path"} if section.name_or_path else set())) - {"offload"}
     if section.self is not None:
-        yield from one_of(f"{key}.self", section.self, ("start", "ema"))
+        yield from choice_problems(f"{key}.self", section.self, ("start", "ema"))
     if section.url and section.self:
-        problem = f"{key}.self and {key}.url exclude each other: the student, or a server"
+        problem = f"{key}.self cannot be combined with {key}.url. Remove one of the two"
         yield (f"{key}.self", f"{key}.url"), problem
-    elif section.url and given:
-        name = min(given)
-        yield (f"{key}.{name}",), f"{key}.{name}: the server at {key}.url has loaded the model: drop it"
-    elif section.self and named:
-        name = min(named)
-        yield (f"{key}.{name}",), f"{key}.{name}: with {key}.self the student is the teacher: drop it"
+    elif section.url and loading_keys:
+        name = min(loading_keys)
+        problem = f"{key}.{name} cannot be combined with {key}.url, whose server has loaded the model. Remove it"
+        yield (f"{key}.{name}",), problem
+    elif section.self and model_keys:
+        name = min(model_keys)
+        problem = f"{key}.{name} cannot be combined with {key}.self, with which the student is the teacher. Remove it"
+        yield (f"{key}.{name}",), problem
     if section.url and not section.url.startswith(("http://", "https://")):
-        yield (f"{key}.url",), f"{key}.url={section.url!r} is not a URL such as http://localhost:8000"
-    if section.ema != plain.ema and section.self != "ema":
-        yield (f"{key}.ema",), f"{key}.ema is of {key}.self: ema: set that, or drop it"
+        yield (f"{key}.url",), f"{key}.url={section.url!r} must be a URL such as http://localhost:8000"
+    if section.ema != defaults.ema and section.self != "ema":
+        yield (f"{key}.ema",), f"{key}.ema is only valid with {key}.self: ema. Set that, or remove it"
     if not 0 <= section.ema < 1:
-        yield (f"{key}.ema",), f"{key}.ema={section.ema:g} is not in [0, 1)"
+        yield (f"{key}.ema",), f"{key}.ema={section.ema:g} must be in [0, 1)"
     if section.own_tokenizer and section.self:
-        yield (f"{key}.own_tokenizer",), f"{key}.own_tokenizer: the student itself has no other tokens: drop it"
-    if section.prompt is not None and (wrong := prompt_problem(section.prompt)):
-        yield (f"{key}.prompt",), f"{key}.prompt: {wrong}"
+        problem = f"{key}.own_tokenizer cannot be combined with {key}.self, with which the student is the teacher"
+        yield (f"{key}.own_tokenizer",), f"{problem}. Remove it"
+    if section.prompt is not None and (template_problem := prompt_template_problem(section.prompt)):
+        yield (f"{key}.prompt",), f"{key}.prompt: {template_problem}"
     elif section.self and re.fullmatch(r"\s*\{\{-?\s*prompt\s*-?\}\}\s*", section.prompt or ""):
-        problem = "behind its own prompt the student has nothing to learn from itself: add what it does not see"
+        problem = "with its own prompt the student has nothing to learn from itself. Add information to the prompt"
         yield (f"{key}.prompt",), f"{key}.prompt: {problem}"
 
 
-def prompt_problem(template: str) -> str | None:
-    """What is wrong with the template of a teacher's prompt."""
-    from jinja2 import TemplateSyntaxError, meta  # reports are read without it
+def prompt_template_problem(template: str) -> str | None:
+    """Return the problem of the template of a teacher's prompt, or None."""
+    from jinja2 import TemplateSyntaxError, meta  # imported late, as commands that read reports do not require it
 
     try:
-        read = meta.find_undeclared_variables(parsed(template))
+        variables = meta.find_undeclared_variables(parse_template(template))
     except TemplateSyntaxError as error:
-        return f"no valid Jinja template: {(error.message or '').rstrip('.')}"
+        return f"the Jinja template is not valid: {(error.message or '').rstrip('.')}"
     if not template.strip():
-        return "is empty"
-    if not read:
-        return f"{template!r} names no column, so each row would have the same: write {{{{ prompt }}}} and what is more"
+        return "the template must not be empty"
+    if not variables:
+        return f"{template!r} uses no column, so all prompts would be the same. Add {{{{ prompt }}}} or another column"
     return None
 
 
 def teacher_problems(values: Any, section: TeacherSection) -> Iterator[Problem]:
-    """Yield what the section of a teacher requires of a Config, or excludes in it."""
-    if section.url and (found := served_teacher_problem(values)):
-        yield found
+    """Yield the problems of a Config with the section of a teacher."""
+    if section.url and (served_problem := served_teacher_problem(values)):
+        yield served_problem
     if section.self == "ema" and values.teacher.precompute:
-        yield ("teacher.precompute", "teacher"), conflict(Feature.PRECOMPUTE, Feature.MOVING_AVERAGE)
+        yield ("teacher.precompute", "teacher"), conflict_message(Feature.PRECOMPUTE, Feature.MOVING_AVERAGE)
     if section.self and not values.teacher.prompt and hasattr(values, "loss_type") and not values.reward:
         problem = "self: with its own prompt the student has nothing to learn from itself. Set prompt"
         yield ("teacher.prompt", "teacher"), problem
 
 
 def served_teacher_problem(values: Any) -> Problem | None:
-    """Return what a served teacher requires of a Config: it gives its top tokens, and those of the text, alone."""
+    """Return the problem of a Config with a teacher on a server, or None.
+
+    A server returns log-probabilities only of the most likely tokens and of the tokens of the text.
+    """
     by_token = getattr(values, "loss_type", None) == POLICY_GRADIENT
     if values.temperature != 1 and (by_token or values.teacher.tokenizer):
-        return ("temperature",), "a server gives log-probabilities at temperature 1: set temperature: 1"
+        return ("temperature",), "a server returns log-probabilities at temperature 1. Set temperature: 1"
     if values.teacher.tokenizer:
         if hasattr(values, "loss_type") and not by_token:
-            problem = "with its own tokenizer it scores the text alone: set loss_type: policy_gradient"
+            problem = "a server with its own tokenizer scores only the text. Set loss_type: policy_gradient"
             return ("loss_type",), problem
         return None
     if by_token or values.teacher.top_k:
         return None
-    other = ", or loss_type: policy_gradient" if hasattr(values, "loss_type") else ""
-    problem = f"a server gives a teacher's top tokens alone: set teacher: {{top_k: 20}}{other}"
+    alternative = ", or loss_type: policy_gradient" if hasattr(values, "loss_type") else ""
+    problem = f"a server returns only the most likely tokens. Set teacher: {{top_k: 20}}{alternative}"
     return ("teacher.top_k", "teacher"), problem
 
 
 def _divergence_problems(key: str, values: Any) -> Iterator[Problem]:
+    """Yield the problems of `beta` with the divergence that the option `key` names."""
     name = getattr(values, key)
     beta = values.beta
     if beta is None:
@@ -211,69 +240,77 @@ def _divergence_problems(key: str, values: Any) -> Iterator[Problem]:
     skewed = str(name).startswith("skew")
     if name != "jsd" and not skewed:
         problem = f"beta is only valid with {key} jsd, skew_forward_kl or skew_reverse_kl, not {name}"
-        yield ("beta", key), f"{problem}: set {key}: jsd or drop beta"
+        yield ("beta", key), f"{problem}. Set {key}: jsd, or remove beta"
     elif skewed and not 0 < beta < 1:
-        yield ("beta",), f"beta={beta:g} is not in (0, 1)"
+        yield ("beta",), f"beta={beta:g} must be in (0, 1)"
     elif not 0 <= beta <= 1:
-        yield ("beta",), f"beta={beta:g} is not in [0, 1]"
+        yield ("beta",), f"beta={beta:g} must be in [0, 1]"
 
 
 def opd_problems(values: Any) -> Iterator[Problem]:
-    """OPD's losses, and tokens left for its prompts."""
-    yield from one_of("loss_type", values.loss_type, (POLICY_GRADIENT, *DIVERGENCES))
+    """Yield the problems of the loss of OPD, and of the lengths of its prompts and rollouts."""
+    yield from choice_problems("loss_type", values.loss_type, (POLICY_GRADIENT, *DIVERGENCES))
     yield from _divergence_problems("loss_type", values)
     if values.neftune_noise_alpha:
-        yield ("neftune_noise_alpha",), "neftune_noise_alpha: rollouts are drawn without it and would be scored with it"
-    longest = values.max_length
-    rollout = values.max_completion_length
-    if longest is not None and longest <= rollout:
-        problem = (
-            f"max_length={longest} leaves no prompt next to max_completion_length={rollout}: raise it, or lower that"
-        )
-        yield ("max_length", "max_completion_length"), problem
+        problem = "neftune_noise_alpha is not supported, because rollouts are sampled without noise. Remove it"
+        yield ("neftune_noise_alpha",), problem
+    max_length = values.max_length
+    rollout_length = values.max_completion_length
+    if max_length is not None and max_length <= rollout_length:
+        problem = f"max_length={max_length} leaves no prompt next to max_completion_length={rollout_length}"
+        yield ("max_length", "max_completion_length"), f"{problem}. Raise max_length, or lower max_completion_length"
 
 
 def opd_token_problems(values: Any) -> Iterator[Problem]:
-    """Yield what excludes which tokens OPD trains, how much of the teacher, and the weights of tokens."""
+    """Yield the problems of the options of OPD about trained tokens, the teacher's top tokens and token weights."""
     yield from _train_max_tokens_problems(values)
     yield from _top_k_problems(values)
     weights = values.token_weights
     if weights is not None and weights.requires_advantage and values.loss_type != POLICY_GRADIENT:
-        problem = f"token_weights: {weights.kind} requires loss_type policy_gradient. Set that, or choose another"
+        problem = (
+            f"token_weights: {weights.kind} requires loss_type policy_gradient. Set that, or use other token_weights"
+        )
         yield ("token_weights", "loss_type"), problem
 
 
 def _train_max_tokens_problems(values: Any) -> Iterator[Problem]:
+    """Yield the problems of rollouts.train_max_tokens."""
     tokens = values.rollouts.train_max_tokens
-    longest = values.max_completion_length
+    rollout_length = values.max_completion_length
     keys = "rollouts.train_max_tokens", "rollouts", "max_completion_length"
     if isinstance(tokens, dict):
         if {*tokens} != {"from", "to", "steps"} or min(tokens.values()) < 1:
-            problem = f"rollouts.train_max_tokens={tokens!r} must have from and to, numbers of tokens, and steps"
+            problem = f"rollouts.train_max_tokens={tokens!r} must have the keys from, to and steps, each at least 1"
             yield keys[:2], problem
-        elif max(tokens["from"], tokens["to"]) > longest:
-            yield keys, f"rollouts.train_max_tokens is above max_completion_length={longest}: raise that"
-    elif tokens is not None and not 1 <= tokens <= longest:
-        yield keys, f"rollouts.train_max_tokens={tokens} is not between 1 and max_completion_length={longest}"
+        elif max(tokens["from"], tokens["to"]) > rollout_length:
+            problem = f"rollouts.train_max_tokens is above max_completion_length={rollout_length}"
+            yield keys, f"{problem}. Lower it, or raise max_completion_length"
+    elif tokens is not None and not 1 <= tokens <= rollout_length:
+        problem = f"rollouts.train_max_tokens={tokens} must be from 1 to max_completion_length={rollout_length}"
+        yield keys, problem
 
 
 def _top_k_problems(values: Any) -> Iterator[Problem]:
+    """Yield the problems of teacher.top_k_remainder."""
     options = values.teacher
     keys = "teacher.top_k_remainder", "teacher"
-    yield from one_of("teacher.top_k_remainder", options.top_k_remainder, ("residual", "tail"))
+    yield from choice_problems("teacher.top_k_remainder", options.top_k_remainder, ("residual", "tail"))
     if options.top_k is None and options.top_k_remainder != "tail":
-        yield keys, "teacher.top_k_remainder requires teacher.top_k: set that, or remove top_k_remainder"
+        yield keys, "teacher.top_k_remainder requires teacher.top_k. Set that, or remove top_k_remainder"
     elif options.top_k_remainder == "residual" and values.loss_type != "reverse_kl":
         problem = f"top_k_remainder: residual is only valid with loss_type reverse_kl, not {values.loss_type}"
         yield (*keys, "loss_type"), f"teacher.{problem}. Set tail"
 
 
 def opd_reward_problems(values: Any) -> Iterator[Problem]:
-    """Yield what a reward in addition to the teacher requires."""
+    """Yield the problems of a reward in addition to the teacher."""
     if values.reward is None:
         return
     if values.loss_type != POLICY_GRADIENT:
-        yield ("reward", "loss_type"), "reward is added to the advantage of loss_type policy_gradient: set that"
+        yield (
+            ("reward", "loss_type"),
+            "reward requires loss_type policy_gradient, to whose advantage it is added. Set that",
+        )
     if values.num_generations < 2:
-        problem = "reward: rollouts of a prompt are compared with each other: set num_generations to 2 or more"
+        problem = "reward requires several rollouts per prompt, which are compared. Set num_generations to 2 or more"
         yield ("reward", "num_generations"), problem

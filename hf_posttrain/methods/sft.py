@@ -1,9 +1,9 @@
-"""Supervised fine-tuning: the negative log-likelihood of the trained tokens.
+"""Supervised fine-tuning by the negative log-likelihood of the trained tokens.
 
     loss = - sum over trained tokens of log pi(token | before) / number of trained tokens
 
-Which tokens are trained: the completion of prompt + completion rows, every token of `text` and `messages` rows, or the
-assistants' turns of `messages` with assistant_only_loss.
+The trained tokens are the completion of rows with prompt and completion, and all tokens of rows with `text` or
+`messages`. With assistant_only_loss they are the assistant turns of `messages`.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,8 +15,8 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from ..batching.micro_batch import MicroBatch
-from ..capabilities import Feature, conflict
-from ..data.dataset_type import AnyDatasets
+from ..capabilities import Feature, conflict_message
+from ..data.dataset_type import AnyDataset, AnyDatasets
 from ..data.packing import pack
 from ..errors import InputError
 from ..options import option
@@ -30,55 +30,92 @@ from . import METHODS
 
 @dataclass
 class SupervisedOptions:
-    """What is trained of the data's rows, in SFT and KD."""
+    """Options of SFT and KD that select the trained tokens of a row.
+
+    Args:
+        completion_only_loss: Train only the completion of rows with prompt and completion. None means true for such
+            rows. false trains the prompt too.
+        train_on: Turns of conversations that are trained: all, assistant (all assistant turns), or last (the last
+            assistant turn). None means assistant if assistant_only_loss is set, else all. A turn with weight: 0 is
+            never trained.
+        assistant_only_loss: Train only the assistant turns of `messages`, each with its end token.
+    """
 
     completion_only_loss: bool | None = option(
         None,
-        "Train only the completion of prompt + completion rows; None: yes for such rows. False trains the prompt too.",
+        "Train only the completion of rows with prompt and completion. None means true for such rows. false trains the "
+        "prompt too.",
     )
     train_on: str | None = option(
         None,
-        "Which turns of conversations are trained: all, assistant (each of the assistant's), or last (the last of "
-        "them); None: as assistant_only_loss says. A turn with weight: 0 is never trained.",
+        "Turns of conversations that are trained: all, assistant (all assistant turns), or last (the last assistant "
+        "turn). None means assistant if assistant_only_loss is set, else all. A turn with weight: 0 is never trained.",
     )
-    assistant_only_loss: bool = option(
-        False, "Of `messages`, train only what assistants wrote, each turn with its end token."
-    )
+    assistant_only_loss: bool = option(False, "Train only the assistant turns of `messages`, each with its end token.")
 
 
 @dataclass
 class SFTConfig(SupervisedOptions, PostTrainConfig):
-    """Options of SFT; every other field of TrainingArguments and PostTrainConfig works as well."""
+    """Options of `SFTTrainer`.
+
+    The options of `SupervisedOptions`, `PostTrainConfig` and `TrainingArguments` are valid as well.
+
+    Args:
+        learning_rate: Peak learning rate of AdamW.
+        packing: Pack whole examples into rows of max_length tokens by best-fit decreasing. Each example remains a
+            separate document for attention.
+
+    Example:
+        ```python
+        from hf_posttrain import SFTConfig
+
+        args = SFTConfig(output_dir="outputs/sft", max_length=512, packing=True, train_on="assistant")
+        ```
+    """
 
     method: ClassVar = METHODS["sft"]
     learning_rate: float = option(2e-5, "Peak learning rate of AdamW.")
     packing: bool = option(
-        False, "Fill rows of max_length with whole examples, best-fit decreasing, each still its own document."
+        False,
+        "Pack whole examples into rows of max_length tokens by best-fit decreasing. Each example remains a separate "
+        "document for attention.",
     )
 
 
 def supervised_examples(row: dict[str, Any]) -> list[Example]:
-    """A row of prompt_ids, completion_ids and completion_mask -> its example; a packed row, of lists of them -> all."""
+    """Return the example of a row with prompt_ids, completion_ids and completion_mask, or all examples of a packed row.
+
+    The columns of a packed row are lists with one entry per example.
+    """
     packed = bool(row["completion_ids"]) and isinstance(row["completion_ids"][0], list)
     rows = [row]
     if packed:
         names = [name for name in row if isinstance(row[name], list)]
-        rows = [dict(zip(names, one, strict=True)) for one in zip(*(row[name] for name in names), strict=True)]
-    return [Example(one["prompt_ids"], [Branch(one["completion_ids"], one.get("completion_mask"))]) for one in rows]
+        rows = [dict(zip(names, values, strict=True)) for values in zip(*(row[name] for name in names), strict=True)]
+    return [Example(row["prompt_ids"], [Branch(row["completion_ids"], row.get("completion_mask"))]) for row in rows]
 
 
 def apply_formatting_func(
     rows: AnyDatasets | Sequence[dict[str, Any]] | None, function: Callable[[dict[str, Any]], str], column: str
 ) -> Any:
-    """Return rows of one column, with the text that a function makes of each row; a dict of data sets one by one.
+    """Return rows with a single column, the text that a function returns for each row.
 
-    Raises InputError for a function that returns anything but a text.
+    Args:
+        rows: A dataset, a list of rows, a dict of datasets by name, or None.
+        function: Function of a row that returns its text.
+        column: Name of the column.
+
+    Returns:
+        The same kind of object as `rows`.
+
+    Raises:
+        InputError: The function returns something other than a string.
     """
 
-    def text_of(row: dict[str, Any]) -> dict[str, str]:
+    def format_row(row: dict[str, Any]) -> dict[str, str]:
         text = function(row)
         if not isinstance(text, str):
-            raise InputError(f"formatting_func must return a text for each row, not a {type(text).__name__}")
+            raise InputError(f"formatting_func must return a string for each row, not a {type(text).__name__}")
         return {column: text}
 
     if rows is None:
@@ -87,40 +124,80 @@ def apply_formatting_func(
         return {name: apply_formatting_func(part, function, column) for name, part in rows.items()}
     if isinstance(rows, datasets.Dataset | datasets.IterableDataset):
         columns = rows.column_names or list(next(iter(rows)))
-        return rows.map(text_of, remove_columns=columns)
-    return [text_of(row) for row in rows]
+        return rows.map(format_row, remove_columns=columns)
+    return [format_row(row) for row in rows]
 
 
 class SFTTrainer(PostTrainer):
-    """Supervised fine-tuning of a causal LM; further argument: `formatting_func`, which makes the text of a row.
+    """Trainer for supervised fine-tuning (SFT) of a causal language model.
 
-    `compute_metrics` gets full logits and shift_labels, [rows, L, V] and [rows, L].
+    Rows have `prompt` and `completion`, `messages`, or `text`. `compute_metrics` receives as predictions the logits
+    [rows, L, V], and as label_ids the shift_labels [rows, L].
+
+    Args:
+        *args: Positional arguments of `PostTrainer`.
+        formatting_func: Function of a raw row that returns its text. None means that the rows are used as they are.
+        **kwargs: Keyword arguments of `PostTrainer`.
+
+    Raises:
+        InputError: `formatting_func` comes with datasets that are passed by position, or returns something other than
+            a string; or rows that must be packed are a stream.
+
+    Example:
+        ```python
+        from datasets import Dataset
+
+        from hf_posttrain import SFTConfig, SFTTrainer
+
+        rows = [
+            {"prompt": "2 + 2 =", "completion": " 4"},
+            {"prompt": "3 + 4 =", "completion": " 7"},
+        ]
+        trainer = SFTTrainer(
+            model="Qwen/Qwen3-0.6B",
+            args=SFTConfig(output_dir="outputs/sft", max_steps=1, report_to="none"),
+            train_dataset=Dataset.from_list(rows),
+        )
+        trainer.train()
+        ```
     """
 
     config_class = SFTConfig
     examples = staticmethod(supervised_examples)
 
-    def __init__(self, *args: Any, formatting_func: Callable[[dict[str, Any]], str] | None = None, **kwargs: Any):
+    def __init__(
+        self, *args: Any, formatting_func: Callable[[dict[str, Any]], str] | None = None, **kwargs: Any
+    ) -> None:
         if formatting_func is not None:
             config = kwargs.get("args", args[1] if len(args) > 1 else None)
             column = getattr(config, "dataset_text_field", "text")
             if len(args) > 3:
-                raise InputError("formatting_func requires train_dataset and eval_dataset by name")
+                problem = "formatting_func requires datasets that are passed by name"
+                raise InputError(f"{problem}. Name the arguments train_dataset and eval_dataset")
             for name in kwargs.keys() & {"train_dataset", "eval_dataset"}:
                 kwargs[name] = apply_formatting_func(kwargs[name], formatting_func, column)
         super().__init__(*args, **kwargs)
 
     @classmethod
-    def prepare_rows(cls, rows: Any, tokenizer: PreTrainedTokenizerBase, args: Any, name: str) -> Any:
-        """Tokenised rows; training rows packed where `packing` says so. Raises InputError for a stream to be packed."""
+    def prepare_rows(  # type: ignore[override]
+        cls, rows: AnyDataset, tokenizer: PreTrainedTokenizerBase, args: SFTConfig, name: str
+    ) -> AnyDataset:
+        """Return tokenised rows. With `packing` the training rows are packed.
+
+        Raises:
+            InputError: Rows that must be packed are a stream.
+        """
         packing = args.packing and name.startswith("train")
         if packing and not isinstance(rows, datasets.Dataset):
-            raise InputError(f"{name}: {conflict(Feature.PACKING, Feature.STREAM)}")
+            raise InputError(f"{name}: {conflict_message(Feature.PACKING, Feature.STREAM)}")
         rows = super().prepare_rows(rows, tokenizer, args, name)
-        return pack(rows, args.max_length, name) if packing else rows
+        if not packing:
+            return rows
+        assert args.max_length is not None  # ensured by `rules.sft_problems`
+        return pack(rows, args.max_length, name)
 
     def losses(self, model: nn.Module, batch: MicroBatch) -> Losses:
-        """-log pi of each trained token, [N]."""
+        """Return -log pi of each trained token, [N]."""
         weights = self.weights(batch)
         scores = self.score(model, batch, LogProb(batch.targets, stats=True), weights)
         metrics = {"mean_token_accuracy": (scores.correct, None), "entropy": (scores.entropy, None)}

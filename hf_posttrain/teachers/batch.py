@@ -29,4 +29,4 @@ class TeacherBatch(MicroBatch):
     behind: Tensor = None  # type: ignore[assignment]  # [N], the chunk after it in the same answer
     match: Tensor = None  # type: ignore[assignment]  # [N], the teacher's token that alone forms a chunk with this one
     their_chunk: Tensor = None  # type: ignore[assignment]  # [M], chunk of a teacher's token
-    longer: Tensor = None  # type: ignore[assignment]  # [M, D, 2], ranges of `Aligner.lacking`, empty ranges for none
+    longer: Tensor = None  # type: ignore[assignment]  # [M, D, 2], ranges of `Aligner.teacher_only`, empty ranges for none

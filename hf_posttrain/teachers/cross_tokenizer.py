@@ -43,7 +43,7 @@ from ..batching.micro_batch import MicroBatch
 from ..data.align import INCOMPLETE_CHARACTER, Aligner, shared_ids
 from ..losses.divergence import log_softmax
 from ..scoring.head import LogProb, Tile, TileFunction
-from ..scoring.teacher_tiles import at_temperature, differentiated
+from ..scoring.teacher_tiles import at_temperature, autograd_tile
 from .batch import TeacherBatch
 from .eos import MergedEOS
 from .inputs import teacher_batch
@@ -66,15 +66,15 @@ class CrossTokenizerTeacher:
 
     def __init__(self, teacher: Any, aligner: Aligner, eos: MergedEOS, ends: list[int], device: torch.device):
         """teacher: a `LocalTeacher` or a `ServedTeacher`. eos: of the student. ends: of the teacher's answers."""
-        ids, their_ids = shared_ids(aligner.mine, aligner.theirs)
-        first = eos.ids[:1].tolist() or aligner.ends[:1]  # which rows end with
-        pairs = [(i, j) for i, j in zip(ids, their_ids, strict=True) if i not in aligner.ends and j not in ends]
-        pairs += [(end, aligner.their_end) for end in first]
+        ids, their_ids = shared_ids(aligner.student_bytes, aligner.teacher_bytes)
+        first = eos.ids[:1].tolist() or aligner.terminal_ids[:1]  # which rows end with
+        pairs = [(i, j) for i, j in zip(ids, their_ids, strict=True) if i not in aligner.terminal_ids and j not in ends]
+        pairs += [(end, aligner.teacher_eos_id) for end in first]
         self.teacher = teacher
         self.aligner = aligner
         self.ids, self.their_ids = (torch.tensor(side, device=device) for side in zip(*pairs, strict=True))
         self.their_eos = MergedEOS(torch.tensor(ends, device=device), eos.temperature)
-        self.lacking = torch.tensor(aligner.lacking, dtype=torch.long, device=device)
+        self.lacking = torch.tensor(aligner.teacher_only, dtype=torch.long, device=device)
 
     @property
     def dense(self) -> bool:
@@ -111,7 +111,7 @@ class CrossTokenizerTeacher:
         """Return None: each batch is scored by itself."""
 
     def longer(self, logps: Tensor, ranges: Tensor) -> Tensor:
-        """Return the logarithms [n, D] of the probability of the tokens in `ranges` [n, D, 2] of `Aligner.lacking`.
+        """Return the logarithms [n, D] of the probability of the tokens in `ranges` [n, D, 2] of `Aligner.teacher_only`.
 
         logps: log-probabilities [n, V] of the teacher. A token of its tokenizer that its head lacks has probability 0.
         """
@@ -183,7 +183,7 @@ def cross_tokenizer_tile(
         stats = {"student": of_target, "divergence": divergence, "alone": alone.float()}
         return torch.where(alone, mixed, of_target), stats
 
-    return differentiated(value)
+    return autograd_tile(value)
 
 
 def start_probability(own: Tensor, longer: Tensor) -> Tensor:

@@ -4,15 +4,15 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from ..capabilities import Feature, conflict
+from ..capabilities import Feature, conflict_message
 from ..data.align import Aligner
-from ..data.teacher_prompts import by_name
+from ..data.teacher_prompts import by_teacher
 from ..engines import launch
 from ..errors import InputError
 from ..models import load
@@ -31,7 +31,7 @@ from .served import ServedTeacher
 from .signal import Teacher
 
 logger = logging.getLogger(__name__)
-TeacherLike = nn.Module | str | TeacherSection | Teacher | Callable[[Any], Teacher]
+TeacherLike: TypeAlias = nn.Module | str | TeacherSection | Teacher | Callable[[Any], Teacher]
 """A teacher as users give it: a model, its name or folder, a section of a recipe, an object with the interface, or a
 function that returns one for a trainer."""
 
@@ -67,7 +67,7 @@ def build_teacher(
         raise InputError(f"teacher_model names {', '.join(given)}, and teacher.names is {names}: they must be the same")
     if names and not isinstance(given, Mapping):
         raise InputError(f"teacher.names is {names}: pass teacher_model as a dict of them")
-    several = by_name(given)
+    several = by_teacher(given)
     offloaded = offload if isinstance(offload, Mapping) else dict.fromkeys(several, offload)
 
     teachers: dict[str, Any] = {}
@@ -88,8 +88,8 @@ def build_teacher(
     served_names = {name for name, teacher in teachers.items() if not teacher.dense}
     inputs = None
     if names or served_names or aligners or trainer.args.teacher.prompt:
-        if trainer.data_collator.pictures and served_names:
-            raise InputError(conflict(Feature.SERVED, Feature.IMAGES))
+        if trainer.data_collator.vision_inputs and served_names:
+            raise InputError(conflict_message(Feature.SERVED, Feature.IMAGES))
         inputs = TeacherInputs(aligners, served_names)
 
     teacher: Any = TeacherRouter(teachers, vocabulary) if names else teachers[""]
@@ -122,7 +122,7 @@ def _build_served(trainer: TrainerInterface, section: TeacherSection, name: str)
     args = trainer.args
     teacher = ServedTeacher(trainer, section, f"teachers.{name}" if name else "teacher")
     teacher.check(args.teacher.top_k or 0)
-    tokenizer = by_name(args.teacher.tokenizer).get(name)
+    tokenizer = by_teacher(args.teacher.tokenizer).get(name)
     ends = lambda theirs: teacher.ends(theirs, args.chat_template_kwargs)  # noqa: E731
     teacher.aligner = _build_aligner(trainer, teacher.tokenizer, tokenizer, ends)
     return teacher
@@ -147,7 +147,7 @@ def _build_local(trainer: TrainerInterface, given: TeacherLike, name: str, offlo
     if shares_trained_weights(model, trainer.model):
         problem = "teacher_model is the student itself, or shares weights with it"
         raise InputError(f"{problem}: pass TeacherSection(self='start') to distil from its start")
-    tokenizer = by_name(args.teacher.tokenizer).get(name)
+    tokenizer = by_teacher(args.teacher.tokenizer).get(name)
     path = getattr(model.config, "_name_or_path", "")
     theirs = None
     with suppress(InputError):  # of a model in memory the tokenizer may not be found

@@ -87,7 +87,7 @@ class TeacherInputs:
 
     def _aligned(self, example: Example) -> TeacherInput:
         """Return what the teacher reads of an example, with the answers in the tokens of its own tokenizer."""
-        reading = example.reading or STUDENT_INPUT
+        reading = example.teacher_input or STUDENT_INPUT
         aligner = self.aligners.get(reading.teacher)
         if aligner is None:
             return reading
@@ -154,7 +154,7 @@ def _connect_chunks(batch: MicroBatch, read: TeacherBatch, aligned: Sequence[Any
         mine.append(_offset_indices(one.chunks, base))
         before.append(_offset_indices([max(n - 1, -1) for n in one.chunks], base))
         behind.append(_offset_indices([n + 1 if 0 <= n < one.count - 1 else -1 for n in one.chunks], base))
-        theirs.append(_offset_indices(one.their_chunks, base))
+        theirs.append(_offset_indices(one.teacher_chunks, base))
         match.append(_offset_indices(one.match, tokens))
         base = base + one.count
         tokens = tokens + len(one.ids)

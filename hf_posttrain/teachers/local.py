@@ -46,7 +46,7 @@ class TeacherStates:
 
         def scorer(head: LMHead, hidden: Tensor) -> dict[str, Tensor]:
             heads.append(_copied(head) if copy_head else head)
-            return {"hidden": forward.scored_states(hidden, batch)}
+            return {"hidden": forward.scored_hidden_states(hidden, batch)}
 
         hidden = forward.run(model, batch, scorer)["hidden"]
         weight = getattr(heads[0].module, "weight", None)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from ..capabilities import Feature, conflict
+from ..capabilities import Feature, conflict_message
 from ..engines import engine, sharded
 from ..errors import InputError
 from ..models import score_cache
@@ -35,7 +35,7 @@ class SelfTeacher(LocalTeacher):
         self.inside = inside
         self.accelerator = trainer.accelerator
         self.description = description
-        self.sharded = engine.shards(trainer.accelerator)
+        self.sharded = engine.shards_weights(trainer.accelerator)
         self.contexts = ExitStack()
 
     @property
@@ -50,7 +50,7 @@ class SelfTeacher(LocalTeacher):
 
     def __enter__(self) -> nn.Module:
         self.contexts.enter_context(forward.eval_mode(self.model))
-        self.contexts.enter_context(self.inside(forward.unwrapped(self.model)))
+        self.contexts.enter_context(self.inside(forward.unwrap_model(self.model)))
         return self.model
 
     def __exit__(self, *error: Any) -> None:
@@ -63,7 +63,7 @@ class SelfTeacher(LocalTeacher):
         return self.sharded or hasattr(head, "base_layer") or hasattr(head, "modules_to_save")
 
     def key(self) -> Any:
-        with self.inside(forward.unwrapped(self.model)):  # what is off does not count
+        with self.inside(forward.unwrap_model(self.model)):  # what is off does not count
             off = self.inside is peft.PeftModel.disable_adapter
             return score_cache.model_key(self.model, with_adapter=not off)
 
@@ -115,7 +115,7 @@ def build_self_teacher(trainer: Any, section: TeacherSection, name: str) -> Loca
     accelerator = trainer.accelerator
     follows = section.self == "ema"
     if follows and engine.changes_weights(accelerator):
-        raise InputError(conflict(Feature.MOVING_AVERAGE, Feature.SHARDED))
+        raise InputError(conflict_message(Feature.MOVING_AVERAGE, Feature.SHARDED))
     inside = None
     description = f"self: {section.self}" + f" {section.ema:g}" * follows
     if isinstance(policy, peft.PeftModel):  # a moving average needs a copy of the adapter
@@ -128,7 +128,7 @@ def build_self_teacher(trainer: Any, section: TeacherSection, name: str) -> Loca
         if follows:
             with_adapter.average = _build_average(trainer, partial(_adapter_pairs, policy, inside), section.ema)
         return with_adapter
-    whole = sharded.copied(policy, accelerator)
+    whole = sharded.copy_model(policy, accelerator)
     teacher = LocalTeacher(whole if follows else precast_linear_weights(whole, accelerator), accelerator, section.offload)
     teacher.description = description
     if follows:
@@ -151,14 +151,14 @@ def _build_average(
 
 
 def _weight_pairs(teacher: nn.Module, policy: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
-    mine = dict(forward.unwrapped(policy).named_parameters())
+    mine = dict(forward.unwrap_model(policy).named_parameters())
     trained = {name for name, weight in mine.items() if weight.requires_grad}
     return {name: (weight, mine[name]) for name, weight in teacher.named_parameters() if name in trained}
 
 
 def _adapter_pairs(policy: nn.Module, copied: Any) -> dict[str, tuple[Tensor, Tensor]]:
-    mine = dict(forward.unwrapped(policy).named_parameters())
+    mine = dict(forward.unwrap_model(policy).named_parameters())
     of_copy = {
-        name.replace(f".{COPY}", f".{copied.trained}"): weight for name, weight in mine.items() if f".{COPY}" in name
+        name.replace(f".{REFERENCE_ADAPTER}", f".{copied.trained}"): weight for name, weight in mine.items() if f".{REFERENCE_ADAPTER}" in name
     }
     return {name: (weight, mine[name]) for name, weight in of_copy.items() if name in mine}

@@ -23,9 +23,15 @@ from transformers import PreTrainedTokenizerBase
 from ..batching.micro_batch import MicroBatch
 from ..data.align import Aligner
 from ..data.dataset_type import AnyDataset
-from ..data.lengths import full_lengths
+from ..data.lengths import max_example_lengths
 from ..errors import InputError
-from ..generation.completions_client import PLAIN, Server, ServerError, at_once, together
+from ..generation.completions_client import (
+    UNMODIFIED_SAMPLING,
+    Server,
+    ServerError,
+    raise_on_all_ranks,
+    run_concurrently,
+)
 from ..models import load
 from ..models.config import ModelSection, TeacherSection
 from ..models.frozen import FrozenModel
@@ -54,7 +60,7 @@ class ServedTeacher:
         self.section = section
         self.url_key = f"{key}.url"
         self.server = Server(str(section.url), self.url_key, _STATUS_HINTS)
-        first = together(self.server.card)
+        first = raise_on_all_ranks(self.server.card)
         self.model = first["id"]
         self.root = first.get("root")
         self.longest = first.get("max_model_len")
@@ -74,7 +80,7 @@ class ServedTeacher:
         behind them.
         """
         if isinstance(self.longest, int) and isinstance(rows, datasets.Dataset) and len(rows):
-            longest = int(full_lengths(rows, args).max())
+            longest = int(max_example_lengths(rows, args).max())
             if longest >= self.longest:
                 problem = f"rows have up to {longest} tokens, and {self.server.url} a --max-model-len of {self.longest}"
                 raise InputError(f"{self.url_key}: {problem}: start it with {longest + 1}, or lower max_length")
@@ -104,11 +110,11 @@ class ServedTeacher:
             answers = self._scores(batches, request.top_k, ends)
             return [self._signal(rows, batch, request) for rows, batch in zip(answers, batches, strict=True)]
 
-        return together(ask)  # an answer that will not do ends all ranks, not the one whose rows it is of
+        return raise_on_all_ranks(ask)  # an answer that will not do ends all ranks, not the one whose rows it is of
 
     def join_collective(self, batch: MicroBatch) -> None:
         """Take part in `signal` on a rank that has no token of this teacher."""
-        together(lambda: None)
+        raise_on_all_ranks(lambda: None)
 
     def _signal(self, rows: Sequence[dict[int, float]], batch: MicroBatch, request: Request) -> TeacherSignal:
         """Convert the answer of a server for one batch. rows: log-probabilities by id, of each token of its texts."""
@@ -165,7 +171,7 @@ class ServedTeacher:
             ]
             return [torch.tensor(each).logsumexp(0) for each in own]
 
-        return torch.stack(together(ask)).to(batch.input_ids.device)
+        return torch.stack(raise_on_all_ranks(ask)).to(batch.input_ids.device)
 
     def _scores(self, batches: Sequence[MicroBatch], k: int, ends: Sequence[int]) -> list[list[dict[int, float]]]:
         """Of each scored token of each batch, one answer behind the other: ids -> log-probabilities, the k best and its
@@ -173,7 +179,7 @@ class ServedTeacher:
         """
         texts = [self._read(batch)[1] for batch in batches]
         flat = [text for of_batch in texts for text in of_batch]
-        found = iter(at_once(lambda text: self._score(text[0], text[1], text[2], k, ends), flat))
+        found = iter(run_concurrently(lambda text: self._score(text[0], text[1], text[2], k, ends), flat))
         return [[row for _ in of_batch for row in next(found)] for of_batch in texts]
 
     def _score(
@@ -202,7 +208,7 @@ class ServedTeacher:
 
     def _score_next(self, given: Sequence[int], wanted: Sequence[int]) -> dict[int, float]:
         """The log-probabilities of some tokens behind others: the prompt's are at hand at the server."""
-        body = {"model": self.model, "max_tokens": 1, "temperature": 1.0, "logprobs": 1} | PLAIN
+        body = {"model": self.model, "max_tokens": 1, "temperature": 1.0, "logprobs": 1} | UNMODIFIED_SAMPLING
         how = {"logprob_token_ids": list(wanted), "return_tokens_as_token_ids": True}
         [choice] = self.server.complete(body | how, given)
         told = ((choice.get("logprobs") or {}).get("top_logprobs") or [{}])[0]
@@ -221,11 +227,11 @@ class ServedTeacher:
             _check_temperature(self.trainer.args.temperature, k, self.vocabulary)
         ids = self.tokenizer(PROBE_TEXT)["input_ids"]
         try:
-            together(lambda: self._score(ids[:1] * 2, ids[:1], None, k, []))
+            raise_on_all_ranks(lambda: self._score(ids[:1] * 2, ids[:1], None, k, []))
         except ServerError as error:
             hint = f": start it with --max-logprobs {k}, or lower teacher.top_k" if error.status == 400 and k else ""
             raise ServerError(f"{error}{hint}", error.status) from error
-        told = together(
+        told = raise_on_all_ranks(
             lambda: self.server.post(
                 "/v1/completions",
                 {
@@ -243,7 +249,7 @@ class ServedTeacher:
     def key(self) -> Any:
         """What tells its scores from those of another teacher: its model's name, and four scores, roughly."""
         ids = [token % self.vocabulary for token in range(11, 11 + 24)]
-        rows = together(lambda: self._score(ids[:8], ids[8:], None, 0, []))
+        rows = raise_on_all_ranks(lambda: self._score(ids[:8], ids[8:], None, 0, []))
         some = [round(row[token], 1) for row, token in zip(rows[::4], ids[8::4], strict=True)]
         return f"served {self.model} {self.root} {gather_object([some])[0]}"
 
@@ -259,7 +265,7 @@ def check_server(section: TeacherSection, key: str, config: Any) -> None:
     """Raises InputError for a served teacher that is not there, or does not go with the Config, before anything else is
     loaded. key: the option that names it.
     """
-    Server(str(section.url), key, _STATUS_HINTS).card()
+    Server(str(section.url), key, _STATUS_HINTS).model_info()
     top_k = config.teacher.top_k
     if top_k and config.temperature != 1 and not section.own_tokenizer:
         size = _vocabulary_size(ModelSection(section.name_or_path))

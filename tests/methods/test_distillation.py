@@ -251,7 +251,7 @@ def test_a_cached_teacher_has_one_temperature(tmp_path):
     options = {"teacher": {"top_k": 4, "precompute": True}, "temperature": 2.0}
     trainer = trainer_for("kd", tiny_model(), token_rows("kd"), tmp_path, second=tiny_model(seed=9), **options)
     trainer.args.temperature = 1.0
-    with pytest.raises(InputError, match=r"temperature=1: the teacher was scored at 2: build a new trainer"):
+    with pytest.raises(InputError, match=r"temperature=1 differs from 2, at which the teacher was scored\. Build"):
         trainer.train()
 
 
@@ -435,7 +435,7 @@ def test_completions_of_the_data_that_are_cut_are_counted(tmp_path, caplog):
     cut = sum(len(ids) > 4 for ids in rows["completion_ids"])
     with caplog.at_level(logging.WARNING):
         trainer_for("opd", tiny_model(), rows, tmp_path, **config)
-    assert f"{cut} completions of the data are cut at max_completion_length 4" in caplog.text
+    assert f"{cut} completions of the data are truncated to max_completion_length 4" in caplog.text
     assert cut
     caplog.clear()
     trainer_for("opd", tiny_model(), rows, tmp_path, **config | {"second": tiny_model(seed=9), "lmbda": 1.0})

@@ -182,7 +182,7 @@ def test_a_single_prompt_is_refused():
 
 
 def test_weights_that_train_nothing_are_refused(tmp_path):
-    with pytest.raises(InputError, match="both class weights are 0"):
+    with pytest.raises(InputError, match="undesirable_weight and desirable_weight are both 0"):
         trainer_for("kto", tiny_model(), token_rows("kto"), tmp_path, desirable_weight=0, undesirable_weight=0.0)
 
 
@@ -191,7 +191,7 @@ def test_auto_weights_balance_the_classes():
     assert class_weights("auto", 1.0, [True] * 6 + [False] * 2) == (1.0, 1.0)  # never below 1
     assert class_weights("auto", "auto", [True] * 6 + [False] * 2) == (1.0, 3.0)
     assert class_weights(1.5, 0.5, [True]) == (1.5, 0.5)
-    with pytest.raises(InputError, match="needs both labels"):
+    with pytest.raises(InputError, match="requires rows of both labels"):
         class_weights("auto", 1.0, [True] * 3)
 
 

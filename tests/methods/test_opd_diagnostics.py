@@ -59,7 +59,7 @@ def test_numbers_by_position_and_shares_of_sums():
     stats = {name: 100.0 * n + torch.arange(1.0, 13.0) for n, name in enumerate(names)}
     rollout = torch.tensor([0] * 8 + [1] * 3 + [2])  # of 8, 3 and 1 tokens, of which the last does not count
     counts = torch.tensor([1.0] * 11 + [0.0])
-    found = diagnostic_metrics(stats, rollout, counts, longest=16)  # two tokens a bucket
+    found = diagnostic_metrics(stats, rollout, counts, max_tokens=16)  # two tokens a bucket
     first, last = (1 + 2 + 9 + 10) / 4, 7.5  # the means of a bucket of both rollouts and of one of the first's
     for name, offset in {"kl": 0, "teacher_entropy": 300, "student_stop": 600, "teacher_stop": 700}.items():
         assert mean(found[f"position/{name}_1"]) == offset + first
@@ -80,13 +80,13 @@ def test_the_share_of_what_is_repeated(ids, share):
 
 @pytest.mark.parametrize(
     ("agreed", "rollouts", "expected"),
-    [(0.5, "on_policy", "rollouts: frozen is worth a try"), (0.9, "frozen", "rollouts: on_policy teaches more"),
+    [(0.5, "on_policy", "rollouts: frozen may train better"), (0.9, "frozen", "rollouts: on_policy usually trains better"),
      (0.9, "on_policy", None), (0.5, "frozen", None), (0.5, "replay", None)],
 )  # fmt: skip
 def test_the_advice_on_rollouts(agreed, rollouts, expected):
     said = rollout_advice({"distill/top1_agreement": agreed, "distill/near_mass": 0.97}, rollouts)
-    assert f"the same best token at {agreed:.0%} of" in said
-    assert "hold 97% of" in said
+    assert f"the same most likely token for {agreed:.0%} of" in said
+    assert "have 97% of" in said
     assert (expected in said) if expected else ("rollouts:" not in said)
 
 
@@ -219,7 +219,7 @@ def test_steps_that_are_logged_are_measured(tmp_path, monkeypatch, caplog):
     with caplog.at_level(logging.INFO):
         trainer.train()
     assert len(measured) == 2  # a micro-batch each, of steps 2 and 5
-    assert caplog.text.count("have the same best token") == 1
+    assert caplog.text.count("have the same most likely token") == 1
     for found, log in zip(measured, trainer.state.log_history, strict=False):
         assert log["distill/near_mass"] == pytest.approx(mean(found["distill/near_mass"]))
     assert 0 < log["distill/near_mass"] < 1

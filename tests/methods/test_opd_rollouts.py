@@ -78,9 +78,9 @@ def test_evaluation_knows_no_horizon(tmp_path):
 @pytest.mark.parametrize(
     ("horizon", "said"),
     [(0, "train_max_tokens=0 must be at least 1"), ("six", "must be a whole number or a mapping or null, not 'six'"),
-     (True, "must be a whole number or a mapping or null, not True"), (9, "between 1 and max_completion_length=8"),
-     ({"from": 1}, "must have from and to"), ({"from": 1, "to": 9, "steps": 5}, "is above max_completion_length=8"),
-     ({"from": 1, "to": 4, "steps": 0}, "numbers")],
+     (True, "must be a whole number or a mapping or null, not True"), (9, "from 1 to max_completion_length=8"),
+     ({"from": 1}, "must have the keys from, to and steps"), ({"from": 1, "to": 4, "steps": 0}, "each at least 1"),
+     ({"from": 1, "to": 9, "steps": 5}, "is above max_completion_length=8")],
 )  # fmt: skip
 def test_bad_horizons_are_refused(horizon, said, tmp_path):
     with pytest.raises(InputError, match=said):
@@ -271,7 +271,7 @@ def test_the_sign_has_the_gradient_of_its_definition(tmp_path, monkeypatch):
      ({"teacher": {"top_k": 4, "precompute": True}}, "teacher.precompute cannot be combined with rollouts that are"),
      ({"teacher": {"precompute": True}, "rollouts": "frozen"}, "teacher.precompute requires teacher.top_k"),
      (SCORED | {"lmbda": 0.5}, "lmbda"), (SCORED | {"teacher": {"top_k": 0, "precompute": True}}, "at least 1"),
-     ({"rollouts": {"source": "replay", "fresh_fraction": 0.0}}, "rollouts.fresh_fraction=0 is")],
+     ({"rollouts": {"source": "replay", "fresh_fraction": 0.0}}, "rollouts.fresh_fraction=0 must be in")],
 )  # fmt: skip
 def test_contradictions_are_refused(config, said, tmp_path):
     with pytest.raises(InputError, match=said):

@@ -15,7 +15,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from vision_for_tests import KINDS, pictures, processor_of, seeing
 
 from hf_posttrain import report
-from hf_posttrain.data.images import picture_size, read_by, stored
+from hf_posttrain.data.images import image_size, get_image_reader, to_stored_image
 from hf_posttrain.errors import InputError
 from hf_posttrain.methods import config_class, trainer_class
 from hf_posttrain.models.adapters import add_adapter
@@ -25,7 +25,7 @@ from hf_posttrain.run import main
 from hf_posttrain.scoring import forward
 from hf_posttrain.scoring.attention_selection import choose_attention, row_multiple
 from hf_posttrain.scoring.head import LogProb
-from hf_posttrain.scoring.layout_selection import able
+from hf_posttrain.scoring.layout_selection import supported_layouts
 from hf_posttrain.scoring.layouts import Branch, Example, collate
 from hf_posttrain.scoring.vision_inputs import VisionInputs
 from hf_posttrain.trainer.run_fingerprint import describe_rows
@@ -48,15 +48,15 @@ def text(said):
 
 def examples(tokenizer):
     """Two pictures among text with two answers, none, and one at the end of a prompt."""
-    reader, found = read_by(tokenizer), []
+    reader, found = get_image_reader(tokenizer), []
     for parts, paths in (([image(), text("What?"), image()], [PHOTO, LOGO]), ([text("hello")], []),
                          ([text("see "), image()], [LOGO])):  # fmt: skip
-        seen = [stored(path) for path in paths]
+        seen = [to_stored_image(path) for path in paths]
         written = tokenizer.apply_chat_template([{"role": "user", "content": parts}], tokenize=False,
-                                                add_generation_prompt=True).split(reader.place)  # fmt: skip
+                                                add_generation_prompt=True).split(reader.image_token)  # fmt: skip
         whole = written[0] + "".join(map("".join, zip(map(reader.expansion, seen), written[1:], strict=True)))
         ids = tokenizer(whole, add_special_tokens=False)["input_ids"]
-        found.append(Example(ids, [Branch(list(b"answer one")), Branch(list(b"no"))], pictures=seen))
+        found.append(Example(ids, [Branch(list(b"answer one")), Branch(list(b"no"))], images=seen))
     return found
 
 
@@ -76,7 +76,7 @@ def alone(kind, model, reader, rows):
         for branch in row.branches:
             ids = torch.tensor([[*row.prompt, *branch.ids]])
             output = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False,
-                           **own_inputs(kind, ids, reader, row.pictures))  # fmt: skip
+                           **own_inputs(kind, ids, reader, row.images))  # fmt: skip
             logps = output.logits[0, len(row.prompt) - 1 : -1].float().log_softmax(-1)
             found.append(logps.gather(-1, torch.tensor(branch.ids)[:, None])[:, 0])
     return with_gradient(model, torch.cat(found))
@@ -90,7 +90,7 @@ def with_gradient(model, values):
 
 
 def together(model, rows, layout, seen, change=None):
-    batch = collate(rows, layout, row_multiple=row_multiple([model]), pictures=seen)
+    batch = collate(rows, layout, row_multiple=row_multiple([model]), vision_inputs=seen)
     batch = change(batch) if change else batch
     values = forward.score(model, batch, LogProb(batch.targets)).value
     return with_gradient(model, values[batch["owner"].argsort(stable=True)])
@@ -98,13 +98,13 @@ def together(model, rows, layout, seen, change=None):
 
 def ready(kind):
     model, tokenizer = seeing(kind, scale=2.0)
-    return model, tokenizer, read_by(tokenizer), examples(tokenizer)
+    return model, tokenizer, get_image_reader(tokenizer), examples(tokenizer)
 
 
 def as_in_training(model, reader):
     forward.enable_scoring(model)
     choose_attention(model, CPU)
-    return VisionInputs.of(model, reader)
+    return VisionInputs.from_model(model, reader)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -113,19 +113,19 @@ def test_each_layout_scores_as_the_models_own_forward(kind):
     model, _, reader, rows = ready(kind)
     expected = alone(kind, model, reader, rows)
     seen = as_in_training(model, reader)
-    assert able([model])[0] == list(LAYOUTS)
+    assert supported_layouts([model])[0] == list(LAYOUTS)
     for layout in LAYOUTS:
         found = together(model, rows, layout, seen)
         assert (found[0] - expected[0]).abs().max() < 1e-5
         assert (found[1] - expected[1]).norm() < 1e-5 * expected[1].norm()
-    setattr(model, forward.OWN_LOGITS, True)
+    setattr(model, forward.USES_OWN_LOGITS, True)
     found = together(model, rows, "shared", seen)
     assert (found[0] - expected[0]).abs().max() < 1e-5
     assert (found[1] - expected[1]).norm() < 1e-5 * expected[1].norm()
 
 
 @pytest.mark.parametrize(
-    ("kind", "part"), [("qwen3_vl", "rope_positions"), ("qwen3_5", "rope_positions"), ("gemma3", "picture")]
+    ("kind", "part"), [("qwen3_vl", "rope_positions"), ("qwen3_5", "rope_positions"), ("gemma3", "image_numbers")]
 )
 def test_what_a_batch_has_of_pictures_makes_a_difference(kind, part):
     """Or the test above would show nothing."""
@@ -141,15 +141,15 @@ def test_what_a_batch_has_of_pictures_makes_a_difference(kind, part):
 def test_other_pictures_give_other_scores_and_a_gradient_to_the_tower(kind):
     model, _, reader, rows = ready(kind)
     expected, seen = alone(kind, model, reader, rows[:1])[0], as_in_training(model, reader)
-    black = [stored(Image.new("RGB", picture_size(picture))) for picture in rows[0].pictures]
-    other = [dataclasses.replace(rows[0], pictures=black)]
+    black = [to_stored_image(Image.new("RGB", image_size(picture))) for picture in rows[0].images]
+    other = [dataclasses.replace(rows[0], images=black)]
     assert (together(model, other, "shared", seen)[0] - expected).abs().max() > 1e-4
     if kind == "gemma3":  # whose pictures are all of one size, so that only their order tells them apart
-        swapped = [dataclasses.replace(rows[0], pictures=rows[0].pictures[::-1])]
+        swapped = [dataclasses.replace(rows[0], images=rows[0].images[::-1])]
         assert (together(model, swapped, "shared", seen)[0] - expected).abs().max() > 1e-4
-    batch = collate(rows[:1], "shared", row_multiple=row_multiple([model]), pictures=seen)
+    batch = collate(rows[:1], "shared", row_multiple=row_multiple([model]), vision_inputs=seen)
     forward.score(model, batch, LogProb(batch.targets)).value.sum().backward()
-    of_tower = [p.grad for name, p in model.named_parameters() if forward.is_vision(model, name)]
+    of_tower = [p.grad for name, p in model.named_parameters() if forward.is_vision_parameter(model, name)]
     assert sum(grad.abs().sum() for grad in of_tower if grad is not None) > 1e-3
 
 
@@ -158,8 +158,8 @@ def test_a_picture_is_read_once_for_all_answers(kind):
     model, _, reader, rows = ready(kind)
     seen, sizes = as_in_training(model, reader), {}
     for layout in LAYOUTS:
-        batch = collate(rows, layout, row_multiple=row_multiple([model]), pictures=seen)
-        sizes[layout] = batch["visual"]["pixel_values"].numel()
+        batch = collate(rows, layout, row_multiple=row_multiple([model]), vision_inputs=seen)
+        sizes[layout] = batch["vision_inputs"]["pixel_values"].numel()
     assert sizes["shared"] <= 0.5 * sizes["packed"] == 0.5 * sizes["padded"]
 
 
@@ -182,7 +182,7 @@ def options(kind, method):
     """A model, and what its trainer is given."""
     model, tokenizer = seeing(kind)
     second = seeing(kind, seed=9)[0] if TABLE[method].second == "teacher" else None
-    return model, {"tokenizer": read_by(tokenizer).processor, "second": second}
+    return model, {"tokenizer": get_image_reader(tokenizer).processor, "second": second}
 
 
 FIRST = [("qwen3_vl", "dpo"), ("qwen3_5", "sft"), ("idefics3", "opd")]
@@ -209,7 +209,7 @@ def test_no_adapter_is_on_the_tower_whatever_it_is_asked_for(kind):
             model = add_adapter(seeing(kind)[0], config)
             trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
             assert any(".q_proj.lora_A" in name or "in_proj" in name for name in trained)
-            assert not any(forward.is_vision(model, name.removeprefix("base_model.model.")) for name in trained)
+            assert not any(forward.is_vision_parameter(model, name.removeprefix("base_model.model.")) for name in trained)
             first = [name for name in trained if "layers.1.self_attn.q_proj" in name]
             assert bool(first) == (left_out is None)
 
@@ -254,15 +254,15 @@ def test_the_tower_stays_as_it_is_unless_it_is_asked_for(kind, lora, tmp_path):
     adapter = {"peft_config": LoraConfig(**LORA)} if lora else {}
     for wanted in (False, True):
         model, given = options(kind, "sft")
-        before = {name: p.clone() for name, p in model.named_parameters() if forward.is_vision(model, name)}
+        before = {name: p.clone() for name, p in model.named_parameters() if forward.is_vision_parameter(model, name)}
         assert before
         trainer = trainer_for("sft", model, conversations("sft"), tmp_path, learning_rate=1e-2, train_vision=wanted,
                               **given, **adapter)  # fmt: skip
         trained = [name for name, p in trainer.model.named_parameters() if p.requires_grad]
         inner = forward.causal_lm(trainer.model)
         names = [name.removeprefix("base_model.model.").partition(".lora_")[0] for name in trained]
-        assert any(forward.is_vision(inner, name) for name in names) == wanted
-        assert any(not forward.is_vision(inner, name) for name in names)
+        assert any(forward.is_vision_parameter(inner, name) for name in names) == wanted
+        assert any(not forward.is_vision_parameter(inner, name) for name in names)
         trainer.train()
         if not wanted:
             kept = {name.replace(".base_layer", ""): p for name, p in inner.named_parameters()}
@@ -279,9 +279,9 @@ def test_what_is_saved_sees_as_before(kind, tmp_path):
     loaded = AutoModelForImageTextToText.from_pretrained(tmp_path / "saved").eval()
     known = type(given["tokenizer"])
     processor = (known if kind in VIDEOS else AutoProcessor).from_pretrained(tmp_path / "saved")
-    reader, rows = read_by(trainer.tokenizer), examples(trainer.tokenizer)
+    reader, rows = get_image_reader(trainer.tokenizer), examples(trainer.tokenizer)
     ids = torch.tensor([rows[0].prompt])
-    inputs = own_inputs(kind, ids, reader, rows[0].pictures)
+    inputs = own_inputs(kind, ids, reader, rows[0].images)
     with torch.no_grad():
         mine = policy_of(trainer).eval()(input_ids=ids, use_cache=False, **inputs).logits
         theirs = loaded(input_ids=ids, use_cache=False, **inputs).logits
@@ -303,15 +303,15 @@ def test_greedy_answers_to_pictures_are_those_of_whole_forwards(kind, tmp_path):
         for parameter in model.parameters():
             parameter.mul_(3.0 if parameter.dim() > 1 else 1.0)
     trainer = trainer_for("sft", model, conversations("sft"), tmp_path, **given)
-    reader, prompts = read_by(trainer.tokenizer), []
+    reader, prompts = get_image_reader(trainer.tokenizer), []
     for row in examples(trainer.tokenizer):
         prompts.append(Prompt(row.prompt))
-        prompts[-1].pictures = row.pictures
+        prompts[-1].images = row.images
     found = trainer.generate(prompts, 5)
     for prompt, answer in zip(prompts, found, strict=True):
         ids = torch.tensor([[*prompt, *answer]])
         with torch.no_grad():
-            logits = model(input_ids=ids, use_cache=False, **own_inputs(kind, ids, reader, prompt.pictures)).logits
+            logits = model(input_ids=ids, use_cache=False, **own_inputs(kind, ids, reader, prompt.images)).logits
         behind = logits[0, len(prompt) - 1 : -1]
         chosen = behind.gather(-1, torch.tensor(answer)[:, None])[:, 0]
         assert (behind.amax(-1) - chosen).max() < 1e-3
@@ -324,14 +324,14 @@ def test_answers_have_no_token_of_pictures(temperature, tmp_path):
 
     model, given = options("qwen3_vl", "sft")
     trainer = trainer_for("sft", model, conversations("sft"), tmp_path, **given)
-    [place] = read_by(trainer.tokenizer).token_ids
+    [place] = get_image_reader(trainer.tokenizer).token_ids
     with torch.no_grad():
         model.lm_head.weight.zero_()
         bias = torch.zeros(model.lm_head.out_features).index_fill(0, torch.tensor([place]), 50.0)
         model.lm_head.bias = torch.nn.Parameter(bias)
-    prompts = [Prompt.of(row) for row in trainer.train_dataset]
-    assert len({len(prompt.pictures) for prompt in prompts}) > 1
-    for some in (prompts, [prompt for prompt in prompts if not prompt.pictures]):
+    prompts = [Prompt.from_row(row) for row in trainer.train_dataset]
+    assert len({len(prompt.images) for prompt in prompts}) > 1
+    for some in (prompts, [prompt for prompt in prompts if not prompt.images]):
         answers = trainer.generate(some, 4, temperature=temperature)
         assert answers
         assert not any(place in answer for answer in answers)
@@ -370,7 +370,7 @@ def test_what_workers_of_a_loader_are_given_can_be_pickled(tmp_path):
     rows = [trainer.train_dataset[n] for n in range(3)]
     copied = pickle.loads(pickle.dumps(trainer.data_collator))
     one, two = trainer.data_collator(rows), copied(rows)
-    torch.testing.assert_close(one["visual"], two["visual"])
+    torch.testing.assert_close(one["vision_inputs"], two["vision_inputs"])
     assert torch.equal(one["input_ids"], two["input_ids"])
 
 
@@ -401,12 +401,12 @@ def test_a_recipe_trains_saves_and_answers(kind, method, tmp_path, capsys):
     model, tokenizer = load_model(saved, trainable=False), load_tokenizer(saved)
     before = load_model(ModelSection(str(tmp_path / "model"), images=True)).state_dict()
     same = {name: torch.equal(weight, before[name]) for name, weight in model.state_dict().items()}
-    assert all(kept for name, kept in same.items() if forward.is_vision(model, name))  # as train_vision: false says
-    assert not any(kept for name, kept in same.items() if "q_proj" in name and not forward.is_vision(model, name))
-    reader, row = read_by(tokenizer), examples(tokenizer)[0]
+    assert all(kept for name, kept in same.items() if forward.is_vision_parameter(model, name))  # as train_vision: false says
+    assert not any(kept for name, kept in same.items() if "q_proj" in name and not forward.is_vision_parameter(model, name))
+    reader, row = get_image_reader(tokenizer), examples(tokenizer)[0]
     ids = torch.tensor([row.prompt])
     answer = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False,
-                            **own_inputs(kind, ids, reader, row.pictures))  # fmt: skip
+                            **own_inputs(kind, ids, reader, row.images))  # fmt: skip
     assert answer.shape[1] > ids.shape[1]
 
 
@@ -441,7 +441,7 @@ def test_what_reads_videos_is_saved_as_it_was(tmp_path):
     for source, target in (("base", "first"), ("first", "second")):
         model.save_pretrained(tmp_path / target)
         tokenizer = load_tokenizer(ModelSection(str(tmp_path / source), images=True))
-        read_by(tokenizer).processor.save_pretrained(tmp_path / target)
+        get_image_reader(tokenizer).processor.save_pretrained(tmp_path / target)
         saved = json.loads((tmp_path / target / "processor_config.json").read_text())
         assert videos.items() <= saved["video_processor"].items()
 
@@ -451,7 +451,7 @@ def test_a_model_by_name_brings_its_processor(tmp_path):
     processor_of("qwen3_vl").save_pretrained(tmp_path / "model")
     args = config_class(TABLE["sft"])(output_dir=str(tmp_path / "out"), use_cpu=True, report_to="none", max_steps=1)
     trainer = trainer_class(TABLE["sft"])(str(tmp_path / "model"), args, train_dataset=conversations("sft"))
-    assert trainer.data_collator.pictures
+    assert trainer.data_collator.vision_inputs
     with pytest.raises(InputError, match="is a model that sees: set images: true"):
         load_model(ModelSection(str(tmp_path / "model")))
 
@@ -483,7 +483,7 @@ def test_text_alone_trains_a_model_that_sees(tmp_path):
     said = {"completion": [{"role": "assistant", "content": "yes"}]}
     rows = [{"prompt": [{"role": "user", "content": "hello"}]} | said] * 4
     ways = {"processor": given, "tokenizer": given | {"tokenizer": seeing("qwen3_vl")[1]}}
-    del ways["tokenizer"]["tokenizer"].picture_reader
+    del ways["tokenizer"]["tokenizer"].image_reader
     steps = [one_step("sft", copy.deepcopy(model), rows, tmp_path / name, **way) for name, way in ways.items()]
     assert_same_step(*steps)
 

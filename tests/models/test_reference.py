@@ -395,14 +395,14 @@ def test_a_recipe_may_name_one_loss_or_a_list():
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"loss_type": "sigmod"}, "is not one of"), ({"loss_type": "exo_pair"}, "needs label_smoothing above 0"),
+        ({"loss_type": "sigmod"}, "is not one of"), ({"loss_type": "exo_pair"}, "requires label_smoothing above 0"),
         ({"loss_type": "robust", "label_smoothing": 0.5}, "below 0.5"),
-        ({"loss_type": "ipo", "label_smoothing": 0.1}, "not in loss_type 'ipo'"),
+        ({"loss_type": "ipo", "label_smoothing": 0.1}, "not with loss_type 'ipo'"),
         ({"loss_weights": [1.0, 2.0]}, "2 values for 1 loss_type"),
         ({"beta": 0.0}, "must be positive"), ({"beta": 1e-30}, "must be positive"),
         ({"loss_weights": [-1.0]}, "numbers from 0 to 1e6"), ({"loss_weights": [1e400]}, "numbers from 0 to 1e6"),
-        ({"loss_weights": "half"}, "numbers from 0 to 1e6"), ({"loss_weights": [0]}, "not all of them 0"),
-        ({"loss_type": ["simpo", "sigmoid"]}, "set beta"), ({"label_smoothing_factor": 0.1}, "cannot be honoured"),
+        ({"loss_weights": "half"}, "numbers from 0 to 1e6"), ({"loss_weights": [0]}, "and not all 0"),
+        ({"loss_type": ["simpo", "sigmoid"]}, "Set beta"), ({"label_smoothing_factor": 0.1}, "is not supported"),
     ],
 )  # fmt: skip
 def test_contradictions_are_refused(config, message, tmp_path):

@@ -115,34 +115,34 @@ def test_check_says_that_a_server_is_not_there(home, capsys):
     with Serving(tiny_model("qwen3", 1)) as server:
         path = recipe("kd", {**served, "url": server.url}, **TOP_K, temperature=0.7)
         assert run.main([path, "--check"]) == 1
-        assert "temperature=0.7: a server gives log-probabilities at temperature 1" in capsys.readouterr().out
+        assert "temperature=0.7: a server returns log-probabilities at temperature 1" in capsys.readouterr().out
         assert run.main([path]) == 2
 
 
 @pytest.mark.parametrize(
     ("method", "teacher", "teachers", "train", "message"),
     [
-        ("opd", {"self": "start", "name_or_path": "teacher"}, None, {}, "recipe.yaml:25: teacher.name_or_path: with"),
+        ("opd", {"self": "start", "name_or_path": "teacher"}, None, {}, "recipe.yaml:25: teacher.name_or_path cannot"),
         ("opd", {"self": "begin"}, None, {}, "teacher.self must be start, ema or null"),
-        ("opd", {"self": "start", "url": "http://x"}, None, {}, "teacher.self and teacher.url exclude each other"),
-        ("opd", {"self": "start", "ema": 0.5}, None, {}, "teacher.ema is of teacher.self: ema"),
+        ("opd", {"self": "start", "url": "http://x"}, None, {}, "teacher.self cannot be combined with teacher.url"),
+        ("opd", {"self": "start", "ema": 0.5}, None, {}, "teacher.ema is only valid with teacher.self: ema"),
         ("opd", {"self": "ema", "ema": 1.5}, None, {}, "teacher.ema=1.5 must be in [0, 1)"),
-        ("opd", {"self": "start", "own_tokenizer": True}, None, {}, "the student itself has no other tokens"),
+        ("opd", {"self": "start", "own_tokenizer": True}, None, {}, "teacher.own_tokenizer cannot be combined with teacher.self"),
         ("opd", {}, {"a": {}}, {}, "teachers.a.name_or_path is empty"),
         ("opd", LOCAL, {"a": LOCAL}, {}, "teacher and teachers exclude each other"),
         ("sft", None, {"a": LOCAL}, {}, "method sft uses no teacher; that section belongs to kd and opd"),
-        ("opd", {**LOCAL, "prompt": "{{ prompt"}, None, {}, "teacher.prompt: no valid Jinja template"),
-        ("opd", {**LOCAL, "prompt": "Think."}, None, {}, "teacher.prompt: 'Think.' names no column, so each row would"),
+        ("opd", {**LOCAL, "prompt": "{{ prompt"}, None, {}, "teacher.prompt: the Jinja template is not valid"),
+        ("opd", {**LOCAL, "prompt": "Think."}, None, {}, "teacher.prompt: 'Think.' uses no column, so all prompts would"),
         ("opd", {"self": "start", "prompt": " {{ prompt }}"}, None, {}, "the student has nothing to learn from itself"),
         ("opd", None, {"": LOCAL}, {}, "teachers: '' is no name: write a text"),
         ("opd", {**LOCAL, "prompt": "{{ solution }}"}, None, {}, "prompt: 'solution' is undefined; the row has prompt"),
         ("opd", {**LOCAL, "prompt": "{{ prompt.__class__ }}"}, None, {}, "row 0 (line 1): teacher prompt:"),
         ("opd", {**LOCAL, "prompt": "{{ prompt / 0 }}"}, None, {}, "row 0 (line 1): teacher prompt:"),
         ("opd", LOCAL, None, {"teacher": {"prompt": "x"}}, "train.teacher.prompt: a recipe has prompt and"),
-        ("opd", {**LOCAL, "url": "http://127.0.0.1:9"}, None, {}, "a server gives a teacher's top tokens alone: set"),
+        ("opd", {**LOCAL, "url": "http://127.0.0.1:9"}, None, {}, "a server returns only the most likely tokens. Set"),
         ("opd", {**LOCAL, "url": "http://127.0.0.1:9"}, None, TOP_K, "teacher.url: no server answers"),
-        ("opd", {**LOCAL, "url": "localhost:9"}, None, TOP_K, "is not a URL such as http"),
-        ("opd", {**LOCAL, "url": "http://x", "quantization": "4bit"}, None, {}, "the server at teacher.url has loaded"),
+        ("opd", {**LOCAL, "url": "localhost:9"}, None, TOP_K, "must be a URL such as http"),
+        ("opd", {**LOCAL, "url": "http://x", "quantization": "4bit"}, None, {}, "teacher.url, whose server has loaded"),
         ("opd", None, {"maths": LOCAL}, {}, "column 'teacher': 'code' is none of the teachers; valid"),
         ("opd", {"name_or_path": "other"}, None, {}, "student and teacher have different vocabularies"),
         ("opd", {"name_or_path": "other", "own_tokenizer": True}, None, TOP_K, "by chunks of text"),

@@ -283,9 +283,9 @@ def test_a_formatting_function_makes_the_text(kind, options):
     expected = [row["completion_ids"] for row in plain.train_dataset]
     assert [row["completion_ids"] for row in trainer.train_dataset] == expected
     assert [row["completion_ids"] for row in trainer.eval_dataset["a"]] == expected
-    with pytest.raises(InputError, match="formatting_func must return a text for each row, not a list"):
+    with pytest.raises(InputError, match="formatting_func must return a string for each row, not a list"):
         SFTTrainer(tiny_model(), train_dataset=[*rows], formatting_func=lambda row: ["a"], **shared)
-    with pytest.raises(InputError, match="formatting_func requires train_dataset and eval_dataset by name"):
+    with pytest.raises(InputError, match="formatting_func requires datasets that are passed by name"):
         SFTTrainer(tiny_model(), shared["args"], None, rows, formatting_func=written)
 
 
@@ -324,11 +324,11 @@ def test_rows_with_images_bring_the_processor(kind, by_name, column, options, tm
     model.config._name_or_path = folder
     given = folder if by_name else model
     trainer = SFTTrainer(given, SFTConfig(**options), train_dataset=with_images(column))
-    assert trainer.data_collator.pictures
+    assert trainer.data_collator.vision_inputs
     assert type(trainer.model) is type(model)
     trainer.train()
     trainer = SFTTrainer(given, SFTConfig(**options), train_dataset=[{"text": "no image"}] * 2)
-    assert trainer.data_collator.pictures is None
+    assert trainer.data_collator.vision_inputs is None
 
 
 def test_rows_with_images_for_a_text_model_say_that_it_cannot():

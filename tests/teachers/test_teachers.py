@@ -109,8 +109,8 @@ def test_several_ends_are_one_outcome_to_a_served_teacher_as_well(tmp_path, monk
 @pytest.mark.parametrize(
     ("method", "config", "message"),
     [
-        ("opd", {}, "a server gives a teacher's top tokens alone: set teacher: .top_k: 20"),
-        ("kd", {}, "a server gives a teacher's top tokens alone"),
+        ("opd", {}, "a server returns only the most likely tokens. Set teacher: .top_k: 20"),
+        ("kd", {}, "a server returns only the most likely tokens"),
         ("opd", {"teacher": {"top_k": 5}, "temperature": 0.7}, "at temperature 1, from whose top tokens others do not"),
     ],
 )
@@ -325,8 +325,8 @@ def test_an_average_of_low_precision_is_refused(tmp_path):
         ({"name_or_path": "x", "prompt": "{{ prompt }}!"}, {}, "before the teacher is known. Set prompt in the option"),
         ({"name_or_path": "x", "own_tokenizer": True}, {}, "Set tokenizer in the option teacher of the Config too"),
         ({"self": "emaa"}, {}, "teacher_model.self='emaa' is not one of start, ema"),
-        ({"self": "ema", "ema": 7.0}, {"teacher": {"prompt": "x"}}, "teacher_model.ema=7 is not in"),
-        ({"self": "start", "name_or_path": "x"}, {"teacher": {"prompt": "x"}}, "with teacher_model.self the student"),
+        ({"self": "ema", "ema": 7.0}, {"teacher": {"prompt": "x"}}, "teacher_model.ema=7 must be in"),
+        ({"self": "start", "name_or_path": "x"}, {"teacher": {"prompt": "x"}}, "teacher_model.self, with which the student is the teacher"),
         ({"self": "ema"}, {"teacher": {"prompt": "x", "top_k": 4, "precompute": True}, "rollouts": "frozen"},
          "teacher.precompute cannot be combined with teacher.self: ema"),
     ],

@@ -172,7 +172,7 @@ def test_old_names_work_in_a_recipe(method, old, new, tmp_path, caplog, monkeypa
 def test_an_error_of_an_old_name_has_its_place(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "recipe.yaml").write_text(RECIPE.format(method="opd") + "  horizon: 4000\n")
-    with pytest.raises(InputError, match=r"recipe.yaml:7: train.rollouts.train_max_tokens=4000 is not between 1 and"):
+    with pytest.raises(InputError, match=r"recipe.yaml:7: train.rollouts.train_max_tokens=4000 must be from 1 to"):
         load_recipe("recipe.yaml")
     with pytest.raises(InputError, match=r"recipe.yaml:7: train.rollouts\.train_max_tokens is given .*: remove h"):
         load_recipe("recipe.yaml", ["train.rollouts={train_max_tokens: 3}"])
@@ -223,16 +223,16 @@ def test_a_checkpoint_of_the_last_release_is_compared(changed, different, tmp_pa
     }  # fmt: skip
     args = config("opd", tmp_path, **changed)
     groups = METHODS["opd"].groups
-    now = {key: options and options.described() for key, options in ((key, getattr(args, key)) for key in groups)}
+    now = {key: options and options.fingerprint() for key, options in ((key, getattr(args, key)) for key in groups)}
     found = run_fingerprint.differences(then, now | {"method": "opd", "beta": None}, None, groups)
     assert sorted(found) == different
 
 
 def test_both_kinds_of_vllm_resume_each_other(tmp_path):
     server = SAMPLERS.build("sampler", SERVER)
-    assert server.described() == SAMPLERS.build("sampler", "vllm_colocate").described()
-    assert server.described() != SAMPLERS.build("sampler", SERVER | {"prefetch": True}).described()
-    assert server.described() != SAMPLERS.build("sampler", "policy").described()
+    assert server.fingerprint() == SAMPLERS.build("sampler", "vllm_colocate").fingerprint()
+    assert server.fingerprint() != SAMPLERS.build("sampler", SERVER | {"prefetch": True}).fingerprint()
+    assert server.fingerprint() != SAMPLERS.build("sampler", "policy").fingerprint()
 
 
 def test_every_option_of_a_group_has_a_help_text():
@@ -250,7 +250,7 @@ def test_every_option_of_a_group_has_a_help_text():
         ("opd", {"teacher_top_k": 5, "precompute_teacher_top_k": 8}, "teacher_top_k cannot be combined with prec"),
         ("opd", {"rollout": "vllm", "rollout_ahead": 2}, "rollout_ahead=2 must be 0 or 1"),
         ("opd", {"loss_type": "jsd", "skew_alpha": 0.3}, "skew_alpha, now beta, is only valid with skew_forward_kl"),
-        ("opd", {"teacher_top_k": 5, "teacher": {"top_k": 6}}, "teacher.top_k is given under an old name too"),
+        ("opd", {"teacher_top_k": 5, "teacher": {"top_k": 6}}, "teacher.top_k is also set under its old name"),
         ("opd", {"rollout": ["vllm"]}, r"sampler.kind=\['vllm'\] is not one of"),
         ("dpo", {"skew_alpha": 0.3}, "DPOConfig has no skew_alpha"),
         ("kd", {"teacher_rest": "residual"}, "top_k_remainder='residual' is only valid with method opd"),
@@ -298,7 +298,7 @@ def test_options_of_the_last_release_in_a_checkpoint(then, changed, different, t
     groups = METHODS["opd"].groups
     rounds = changed.pop("rounds", None)
     args = config("opd", tmp_path, **{"loss_type": then.get("loss_type", "reverse_kl")} | changed)
-    now = {key: options and options.described() for key, options in ((key, getattr(args, key)) for key in groups)}
+    now = {key: options and options.fingerprint() for key, options in ((key, getattr(args, key)) for key in groups)}
     now |= {"beta": args.beta, "loss_type": args.loss_type, "rounds": rounds}
     old = {"method": "opd", "rollouts": "live", "horizon": None, "beta": None, "one_stop_outcome": True, "rounds": None}
     found = run_fingerprint.differences(old | {"loss_type": args.loss_type} | then, now, None, groups)
