@@ -375,7 +375,7 @@ def stub_method(monkeypatch, name):
     made = []
 
     class Trainer:
-        preemption, has_trained, stopped = types.SimpleNamespace(happened=False), True, None
+        preemption, has_trained, stopped = types.SimpleNamespace(preempted=False), True, None
         method, state = METHODS["sft"], types.SimpleNamespace(log_history=[], global_step=2, best_global_step=None)
 
         @staticmethod
@@ -638,11 +638,11 @@ def test_a_key_of_a_recipe_is_refused_or_changes_nothing(folder, capsys, changed
     [
         ("kto", [{"prompt": "a", "completion": "b", "label": True}] * 3, "all 3 rows have the same prompt"),
         ("kto", [{"prompt": "a", "completion": "b", "label": "yes"}] * 3, "expected true or false"),
-        ("dpo", [{"prompt": "a", "chosen": "b"}] * 3, "column 'rejected' is missing: dpo reads prompt + chosen"),
+        ("dpo", [{"prompt": "a", "chosen": "b"}] * 3, "column 'rejected' is missing. dpo reads prompt + chosen"),
         ("sft", [{"messages": [{"role": "user"}]}] * 3, "row 0 (line 1): column 'messages': message 0"),
         ("sft", [{"messages": "user: hello"}] * 3, "expected a list of messages"),
         ("opd", [{"prompt": 5}] * 3, "expected a string or a list of messages"),
-        *((method, [{"question": "a"}] * 3, f"are none that {method} reads") for method in METHODS),
+        *((method, [{"question": "a"}] * 3, f"are not supported by {method}") for method in METHODS),
     ],
 )
 def test_bad_rows_end_before_a_model_is_loaded(folder, no_weights, capsys, method, rows, expected):
@@ -689,7 +689,7 @@ def test_messages_without_a_chat_template_end_before_a_model_is_loaded(folder, n
         (["train.eval_strategy=steps"], "command line: train.eval_strategy: steps needs data.eval"),
         (["train.eval_on_start=true"], "command line: train.eval_on_start: true needs data.eval"),
         (["train.eval_exact_match=true"], "command line: train.eval_exact_match: true needs data.eval"),
-        (["train.save_strategy=best"], "command line: train.save_strategy: best needs metric_for_best_model"),
+        (["train.save_strategy=best"], "command line: train.save_strategy: best requires metric_for_best_model"),
         (
             ["data.train.streaming=true", "train.max_steps=-1"],
             "command line: data.train.streaming: true needs train.max_steps",

@@ -23,25 +23,25 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, set_
 
 from ..capabilities import Feature, check_features, option_features
 from ..data.dataset_type import AnyDataset
-from ..data.images import hold_images, read_by
+from ..data.images import get_image_reader, hold_images
 from ..data.json_rows import from_rows
-from ..data.lengths import check_length_known, seeded_sampler, warn_if_too_long, with_lengths
-from ..data.prepare import SCORES, prepare
+from ..data.lengths import add_length_column, check_length_known, seeded_sampler, warn_if_too_long
+from ..data.prepare import SCORE_COLUMNS, prepare
 from ..engines import engine, launch, sequence, sharded
-from ..errors import InputError, named
+from ..errors import InputError, join_names
 from ..generation.completions_client import ServerError
-from ..generation.hf_generate import warn_if_altered
+from ..generation.hf_generate import warn_about_ignored_settings
 from ..models import acceleration, load
 from ..models import policy as policies
 from ..models.frozen import FrozenModel
 from ..monitoring import progress, reporters
 from ..monitoring.anomaly_monitor import AnomalyMonitor
 from ..monitoring.progress import LogLastStep, Throughput
-from ..monitoring.threads import crowded
+from ..monitoring.threads import oversubscription_hint
 from ..monitoring.versions import newer_than_tested
 from ..scoring import forward
 from ..scoring.attention_selection import row_multiple
-from ..scoring.layout_selection import choose_layout, trusted_layout
+from ..scoring.layout_selection import choose_layout, verified_layout
 from ..scoring.vision_inputs import VisionInputs
 from . import checkpoint, output_dir, rules, run_fingerprint, saving, stateful, step
 from .checkpoint import ResumeMixin
@@ -87,9 +87,9 @@ class PostTrainer(StepMixin, EvaluationMixin, SavingMixin, ResumeMixin, metaclas
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        rules.refuse_overrides(cls.__mro__[: cls.__mro__.index(Trainer)])  # mixins too
+        rules.reject_trl_overrides(cls.__mro__[: cls.__mro__.index(Trainer)])  # mixins too
         if hasattr(cls, "config_class"):  # none of a class that goes in front of a method's
-            cls.method = cls.reads = cls.config_class.method
+            cls.method = cls.data_method = cls.config_class.method
 
     def __init__(
         self,
@@ -113,29 +113,31 @@ class PostTrainer(StepMixin, EvaluationMixin, SavingMixin, ResumeMixin, metaclas
         self.terminal_ids = policies.find_terminal_ids(model, self.tokenizer, args.chat_template_kwargs)
         policies.align_generation(model, self.tokenizer, self.terminal_ids)
         model, self.router_coef = make_policy(model, peft_config, args)
-        self.base_key = run_fingerprint.base_weights(model, peft_config, self.method)
-        self.start_key = run_fingerprint.start_weights(model, peft_config)
+        self.base_key = run_fingerprint.base_weights_key(model, peft_config, self.method)
+        self.start_key = run_fingerprint.start_weights_key(model, peft_config)
         self.second_key: str | None = None  # the same of the second model
         given = (kwargs.get("optimizers") or [None])[0] or kwargs.get("optimizer_cls_and_kwargs")
         self.own_optimizer = bool(given) or type(self).create_optimizer is not Trainer.create_optimizer
         self.new_adapter = getattr(peft_config, "init_lora_weights", None) in (True, "gaussian")
         self.meters = {"train": MetricAverager(), "eval": MetricAverager()}
-        self.pace = Throughput()
+        self.throughput = Throughput()
         self.scored = [forward.causal_lm(model)]
         self.second_models: Sequence[FrozenModel] = ()
         self.stateful: dict[str, Stateful] = {}  # what checkpoints store besides, by name
         self.recipe: dict[str, Any] | None = None  # that the command was given, for W&B
-        self.described: dict[str, Any] = {}  # `same_run.describe` of the last `train`, where checkpoints are written
+        self.run_description: dict[
+            str, Any
+        ] = {}  # `same_run.describe` of the last `train`, where checkpoints are written
         layout = choose_layout(self.scored, args.layout, args.max_length)
-        reader = read_by(self.tokenizer)
+        reader = get_image_reader(self.tokenizer)
         # a tower that is cut over ranks, or trained, runs on each batch: with a picture or without
-        always = args.train_vision or bool(launch.asked(args).shards)
-        seen = None if reader is None else VisionInputs.of(self.scored[0], reader, always)
-        collator = self.collator_class(self.examples, layout, row_multiple(self.scored), pictures=seen)
+        always = args.train_vision or bool(launch.requested_engine(args).shards)
+        seen = None if reader is None else VisionInputs.from_model(self.scored[0], reader, always)
+        collator = self.collator_class(self.examples, layout, row_multiple(self.scored), vision_inputs=seen)
         if seen is not None:
             check_features(option_features(args) | {Feature.IMAGES: "images"})
         with launch.main_process_first(args):
-            train = with_lengths(self.prepare(train_dataset, self.tokenizer, args, "train"), args)
+            train = add_length_column(self.prepare(train_dataset, self.tokenizer, args, "train"), args)
             warn_if_too_long(train, self.scored[0].config, args)
             evaluated = self.prepare(eval_dataset, self.tokenizer, args, "eval")
         self.scored_rows: list[datasets.Dataset] = []  # those with columns of scores by this trainer's second model
@@ -151,17 +153,17 @@ class PostTrainer(StepMixin, EvaluationMixin, SavingMixin, ResumeMixin, metaclas
             config.use_cache = cached  # HF's Trainer turns it off for good; our forwards say it each time
         self.neftune_noise_alpha = None  # HF's noise would depend on the layout: `step.score` adds it
         check_optimizer(self)
-        if args.eval_exact_match or self.reads.rows.sampled:
-            warn_if_altered(model)
-        progress.replace_callback(self, self.method.key_metrics)
+        if args.eval_exact_match or self.data_method.rows.sampled:
+            warn_about_ignored_settings(model)
+        progress.replace_progress_callback(self, self.method.key_metrics)
         self.add_callback(LogLastStep())
         launch.check_accelerator(self.accelerator, args)
-        sharded.keep_scores_whole(self.accelerator)
-        sharded.cut_at_layers(self.accelerator, self.scored[0])
+        sharded.keep_full_precision(self.accelerator)
+        sharded.set_wrapped_layers(self.accelerator, self.scored[0])
         self.preemption = Preemption(self)
-        self.guard = AnomalyMonitor(self)
+        self.anomaly_monitor = AnomalyMonitor(self)
         self.add_callback(self.preemption)
-        self.add_callback(self.guard)
+        self.add_callback(self.anomaly_monitor)
         self.ready = self.scoring_checked = False
 
     # ---- data
@@ -178,7 +180,7 @@ class PostTrainer(StepMixin, EvaluationMixin, SavingMixin, ResumeMixin, metaclas
         if rows is None:
             return None
         if isinstance(rows, dict) and name == "train":
-            raise InputError(f"train_dataset is a dict of {named(rows)}: give one of them, such as rows['train']")
+            raise InputError(f"train_dataset is a dict of {join_names(rows)}: give one of them, such as rows['train']")
         if isinstance(rows, dict) and not rows:
             raise InputError(f"{name}: a dict without a data set: leave eval_dataset out")
         if isinstance(rows, dict):
@@ -227,7 +229,9 @@ class PostTrainer(StepMixin, EvaluationMixin, SavingMixin, ResumeMixin, metaclas
         if isinstance(rows, dict):
             return {name: self.without_scores(part) for name, part in rows.items()}
         own = rows is None or any(rows is one for one in self.scored_rows)
-        scored = [] if own else [column for column in getattr(rows, "column_names", None) or () if column in SCORES]
+        scored = (
+            [] if own else [column for column in getattr(rows, "column_names", None) or () if column in SCORE_COLUMNS]
+        )
         return rows.remove_columns(scored) if scored else rows
 
     def check_ids(self, *rows: Any) -> None:
@@ -238,15 +242,17 @@ class PostTrainer(StepMixin, EvaluationMixin, SavingMixin, ResumeMixin, metaclas
         for model in (model for model in self.scored if not any(model is other for other in own)):
             load.check_tokenizer_fits(self.tokenizer, model.config, type(model).__name__, *rows)
 
-    def prepare_replaced(self) -> None:
+    def prepare_new_dataset(self) -> None:
         """Prepare a `train_dataset` that was put in the place of the one that the trainer was built with; a method adds
         what it took from that one.
         """
         self.train_dataset = rows = self.without_scores(self.train_dataset)
-        columns = {*self.reads.rows.columns, "index"}
+        columns = {*self.data_method.rows.columns, "index"}
         if rows is not None and not (isinstance(rows, datasets.Dataset) and columns <= set(rows.column_names)):
             with launch.main_process_first(self.args):
-                self.train_dataset = with_lengths(self.prepare(rows, self.tokenizer, self.args, "train"), self.args)
+                self.train_dataset = add_length_column(
+                    self.prepare(rows, self.tokenizer, self.args, "train"), self.args
+                )
                 self.check_ids(self.train_dataset)
 
     # ---- scoring
@@ -255,12 +261,12 @@ class PostTrainer(StepMixin, EvaluationMixin, SavingMixin, ResumeMixin, metaclas
         """Other models score the same batches, or no longer do: their layout must suit them too."""
         self.second_models = seconds
         for second in seconds:
-            if self.data_collator.pictures and not forward.sees(second.model):
+            if self.data_collator.vision_inputs and not forward.is_vision_language_model(second.model):
                 name = type(forward.causal_lm(second.model)).__name__
                 raise InputError(f"{name} sees no pictures, and the student does: load it with images: true")
         for second in seconds:
-            acceleration.speed_up(second.model, self.args, second=True)
-        keys = [run_fingerprint.base_weights(second.model, None, self.method) for second in seconds]
+            acceleration.apply_liger_and_compile(second.model, self.args, second=True)
+        keys = [run_fingerprint.base_weights_key(second.model, None, self.method) for second in seconds]
         self.second_key = " ".join(keys) or self.second_key
         self.scored = self.scored[:1] + [forward.causal_lm(second.model) for second in seconds]
         self.check_ids(self.train_dataset, self.eval_dataset)
@@ -272,12 +278,12 @@ class PostTrainer(StepMixin, EvaluationMixin, SavingMixin, ResumeMixin, metaclas
         self.data_collator.row_multiple = row_multiple(self.scored)
 
     @property
-    def exact(self) -> bool:
+    def is_float32(self) -> bool:
         """Is everything computed in float32?"""
         return not self.args.bf16 and not self.args.fp16 and all(m.dtype == torch.float32 for m in self.scored)
 
     def check_scoring(self, model: nn.Module) -> None:
-        """Once, before the first batch: does each model score as its own forward says? See `trusted_layout`.
+        """Once, before the first batch: does each model score as its own forward says? See `verified_layout`.
 
         model: the policy. Where its engine has yet to prepare it, it is left for later; second models are checked.
         """
@@ -288,13 +294,13 @@ class PostTrainer(StepMixin, EvaluationMixin, SavingMixin, ResumeMixin, metaclas
         self.scoring_checked = self.ready or not engine.changes_weights(self.accelerator)
         layout = self.data_collator.layout
         explicit = self.args.layout == self.data_collator.layout
-        with self.accelerator.autocast(), step.as_written(self.args), ExitStack() as on_device:
+        with self.accelerator.autocast(), step.run_eagerly(self.args), ExitStack() as on_device:
             seconds = [on_device.enter_context(second) for second in self.second_models]
             models = [model, *seconds] if self.scoring_checked else seconds
             # collective operations depend on the layout: it is the first rank's answer on all
-            given = self.args.device, self.args.max_length, self.data_collator.pictures
+            given = self.args.device, self.args.max_length, self.data_collator.vision_inputs
             teachers = seconds if self.method.second == "teacher" else []
-            layout = trusted_layout(models, layout, explicit, *given, teachers)
+            layout = verified_layout(models, layout, explicit, *given, teachers)
         self.use_layout(layout)
 
     # ---- what TRL's users look at
@@ -332,7 +338,7 @@ class PostTrainer(StepMixin, EvaluationMixin, SavingMixin, ResumeMixin, metaclas
         """
         if isinstance(resume_from_checkpoint, os.PathLike):
             resume_from_checkpoint = os.fspath(resume_from_checkpoint)
-        with output_dir.locked(self.args):
+        with output_dir.exclusive_access(self.args):
             return self._train_alone(resume_from_checkpoint, *args, **kwargs)
 
     def _train_alone(self, resume_from_checkpoint: str | bool | None, *args: Any, **kwargs: Any) -> Any:
@@ -340,36 +346,36 @@ class PostTrainer(StepMixin, EvaluationMixin, SavingMixin, ResumeMixin, metaclas
             raise InputError("`train_dataset` is required: pass the rows to train on when the trainer is built")
         if self.ready and engine.changes_weights(self.accelerator):
             raise InputError("train() runs once under FSDP2 and DeepSpeed: build another trainer")
-        self.prepare_replaced()
-        self.described = run_fingerprint.describe(self) if self.args.should_save else {}
-        resume_from_checkpoint = checkpoint.find_resumed(self, resume_from_checkpoint)
-        self.saved_step = checkpoint.own_step(self, resume_from_checkpoint)
+        self.prepare_new_dataset()
+        self.run_description = run_fingerprint.describe_run(self) if self.args.should_save else {}
+        resume_from_checkpoint = checkpoint.resolve_checkpoint(self, resume_from_checkpoint)
+        self.saved_step = checkpoint.step_in_output_dir(self, resume_from_checkpoint)
         stateful.load(self.stateful, resume_from_checkpoint)
         saving.check_folder(self, self.args.output_dir, self.args.merge_lora)
         if self.args.save_strategy != "no" and self.args.should_save:
-            output_dir.check_space(self.args.output_dir, output_dir.least_bytes(self.model))
+            output_dir.check_space(self.args.output_dir, output_dir.min_checkpoint_bytes(self.model))
         logger.info("training %s", launch.describe_launch(self))
         processes = int(os.environ.get("LOCAL_WORLD_SIZE", self.args.world_size))
-        if self.args.device.type == "cpu" and (hint := crowded(torch.get_num_threads(), processes)):
+        if self.args.device.type == "cpu" and (hint := oversubscription_hint(torch.get_num_threads(), processes)):
             logger.info("%s", hint)
         if newer := newer_than_tested():
             logger.info("%s", newer)
         set_seed(self.args.seed)
         self.meters["train"] = MetricAverager()
         self.has_trained = False
-        of_run = {"method": self.method.name, "rows": self.described.get("train_dataset"), "recipe": self.recipe}
-        reporters.keep_from_failing(self.callback_handler.callbacks, of_run)
+        of_run = {"method": self.method.name, "rows": self.run_description.get("train_dataset"), "recipe": self.recipe}
+        reporters.isolate_failures(self.callback_handler.callbacks, of_run)
         wandb = reporters.wandb_environment(checkpoint.wandb_id(resume_from_checkpoint))
-        with self.preemption.listening(), progress.messages_above(), wandb:
+        with self.preemption.handle_signals(), progress.logs_above_progress_bar(), wandb:
             try:
                 output = super().train(resume_from_checkpoint, *args, **kwargs)
             except ServerError as error:
-                raise ServerError(f"{error}{saving.keep_last_step(self)}") from error
-        if self.preemption.interrupted:
+                raise ServerError(f"{error}{saving.save_last_step(self)}") from error
+        if self.preemption.interrupt_time:
             newest = checkpoint.find_checkpoint(self.args.output_dir) if self.state.global_step else None
             how = f"{newest} is saved; the same command with train.resume_from_checkpoint=auto goes on"
             raise KeyboardInterrupt(how if newest else "no checkpoint is saved that could be resumed")
-        over = self.has_trained or self.preemption.happened or self.rows_ran_out
+        over = self.has_trained or self.preemption.preempted or self.rows_ran_out
         if not over and self.state.global_step < self.state.max_steps:
             raise InputError(
                 "not a step was taken: the rows do not fill one batch (dataloader_drop_last), or those of a stream one "
@@ -377,7 +383,7 @@ class PostTrainer(StepMixin, EvaluationMixin, SavingMixin, ResumeMixin, metaclas
             )
         best = self.state.best_global_step
         found = self.state.best_model_checkpoint or "the last step"
-        wanted = self.args.load_best_model_at_end and not self.preemption.happened
+        wanted = self.args.load_best_model_at_end and not self.preemption.preempted
         if wanted and best not in (None, self.state.global_step) and Path(found).name != f"checkpoint-{best}":
             problem = "load_best_model_at_end: checkpoint-%d was not saved or is gone: the weights are of %s"
             logger.warning(problem, best, found)
@@ -386,15 +392,15 @@ class PostTrainer(StepMixin, EvaluationMixin, SavingMixin, ResumeMixin, metaclas
     @property
     def stopped(self) -> str | None:
         """Why `stop_on` ended the last `train`, in a line, or None. A model that was stopped is not worth saving."""
-        return self.guard.stopped
+        return self.anomaly_monitor.stopped
 
     def _prepare_for_training(self, *args: Any) -> tuple[nn.Module, Any]:
-        with checkpoint.without_pickled_code(self):
+        with checkpoint.safe_unpickling(self):
             model, dataloader = super()._prepare_for_training(*args)
         self.ready = True
         self.check_scoring(model)
-        self.pace = Throughput()
-        return model, sequence.split(self, dataloader)
+        self.throughput = Throughput()
+        return model, sequence.shard_loader(self, dataloader)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         """HF's; grouped by length too, the order depends on seed, epoch and the rows of a step alone."""
@@ -408,7 +414,7 @@ class PostTrainer(StepMixin, EvaluationMixin, SavingMixin, ResumeMixin, metaclas
         """Add the training metrics, reduced over ranks, to each log of the loss."""
         if "loss" in logs:
             meter = self.meters["train"]
-            if read := self.pace.read(self.accelerator.num_processes):
+            if read := self.throughput.read(self.accelerator.num_processes):
                 meter.add_pair("tokens_per_second", read[0])
                 meter.set_peak("peak_memory_gib", read[1])
             logs |= self.finish_metrics("train", meter.averages(self.accelerator))

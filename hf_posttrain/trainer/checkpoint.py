@@ -20,16 +20,16 @@ from transformers.trainer_callback import ExportableState, TrainerState
 from transformers.trainer_utils import has_length, sort_checkpoints
 
 from ..engines import engine
-from ..errors import InputError, named, nearest_path
+from ..errors import InputError, join_names, path_hint
 from ..monitoring import reporters
-from ..monitoring.symptoms import listed
+from ..monitoring.symptoms import as_names
 from . import run_fingerprint
 from .interface import TrainerInterface
-from .rules import WEIGHTS_ALONE
+from .rules import NO_OPTIMIZER_STATE
 
 logger = logging.getLogger(__name__)
-SAVING = ".saving"  # folder in output_dir where a checkpoint is until it is complete
-LAUNCH = "launch"  # key of `launched` among the callbacks' states in trainer_state.json
+SAVING_FOLDER = ".saving"  # folder in output_dir where a checkpoint is until it is complete
+LAUNCH_KEY = "launch"  # key of `launch_state` among the callbacks' states in trainer_state.json
 _NAME = re.compile(r"checkpoint-\d+")
 _PARTS = {  # what a checkpoint holds, under the names of each engine
     "weights": ("*model*.safetensors", "*/adapter_model.*", "*model*.bin", "pytorch_model_fsdp_0", "global_step*"),
@@ -46,7 +46,7 @@ _TENSORS = (".safetensors", ".bin", ".pt", ".pth", ".distcp")
 
 
 @contextmanager
-def complete_or_invisible(trainer: Any) -> Iterator[str]:
+def atomic_checkpoint(trainer: Any) -> Iterator[str]:
     """The folder `output_dir/.saving` for a checkpoint, which is then renamed; older ones are deleted. On all ranks."""
     args = trainer.args
     state = trainer.state
@@ -54,25 +54,25 @@ def complete_or_invisible(trainer: Any) -> Iterator[str]:
     run = Path(args.output_dir)
     name = f"checkpoint-{state.global_step}"
     if args.should_save:
-        shutil.rmtree(run / SAVING, ignore_errors=True)  # of a run that was killed
+        shutil.rmtree(run / SAVING_FOLDER, ignore_errors=True)  # of a run that was killed
     accelerator.wait_for_everyone()
-    yield str(run / SAVING)
+    yield str(run / SAVING_FOLDER)
     # HF has looked for the best checkpoint in .saving; in the folder one of that step may be of an earlier run
     if state.best_global_step == state.global_step:
         state.best_model_checkpoint = str(run / name)
     accelerator.wait_for_everyone()
     if args.should_save:
-        new = run / SAVING / name
+        new = run / SAVING_FOLDER / name
         files = {str(file.relative_to(new)): fingerprint(file) for file in new.rglob("*") if _is_read(file)}
-        state.stateful_callbacks[LAUNCH] = launched(trainer) | {
+        state.stateful_callbacks[LAUNCH_KEY] = launch_state(trainer) | {
             "files": files,
-            "run": trainer.described,
+            "run": trainer.run_description,
             "wandb": reporters.wandb_id(),
         }
         state.save_to_json(str(new / "trainer_state.json"))
         # a kill at any moment leaves whole folders: one is renamed in, and renamed away before it is deleted
         if (run / name).exists():  # the same step of an earlier run
-            (run / name).rename(run / SAVING / "replaced")
+            (run / name).rename(run / SAVING_FOLDER / "replaced")
         new.rename(run / name)
         if (limit := args.save_total_limit or 0) > 0:
             # oldest first; the best and the newest stand last and are always kept
@@ -80,15 +80,15 @@ def complete_or_invisible(trainer: Any) -> Iterator[str]:
             found = [Path(path) for path in sort_checkpoints(str(run), use_mtime=True, best_model_checkpoint=known)]
             kept = max(limit, len({found[-1], Path(known or found[-1])}))
             for old in found[:-kept]:
-                old.rename(run / SAVING / old.name)
-        shutil.rmtree(run / SAVING)
+                old.rename(run / SAVING_FOLDER / old.name)
+        shutil.rmtree(run / SAVING_FOLDER)
     accelerator.wait_for_everyone()
 
 
-def launched(trainer: TrainerInterface) -> dict[str, Any]:
+def launch_state(trainer: TrainerInterface) -> dict[str, Any]:
     """What must be the same again for a resumed run to go on as if nothing had happened."""
     accelerator = trainer.accelerator
-    name = engine.name(trainer.accelerator)
+    name = engine.engine_name(trainer.accelerator)
     if name == "fsdp2":
         name += f" with {accelerator.state.fsdp_plugin.state_dict_type.name}"
     rows = trainer.get_total_train_batch_size(trainer.args)
@@ -106,13 +106,13 @@ def find_checkpoint(output_dir: str | os.PathLike[str], newest: float = inf) -> 
     for path in map(Path, reversed(sort_checkpoints(str(output_dir)))):
         if not _NAME.fullmatch(path.name) or _step(path) > newest:
             continue  # HF takes checkpoint-5-tmp for one too
-        if not (absent := lacking(path)):
+        if not (absent := incomplete_parts(path)):
             return str(path)
         logger.warning("%s is incomplete, without %s: passed over", path, ", ".join(absent))
     return None
 
 
-def own_step(trainer: TrainerInterface, resumed: str | bool | None) -> int | None:
+def step_in_output_dir(trainer: TrainerInterface, resumed: str | bool | None) -> int | None:
     """The step of a checkpoint that is resumed, where it is one of this run's own folder."""
     folder = Path(resumed).resolve() if isinstance(resumed, str) else Path()
     own = folder.parent == Path(trainer.args.output_dir).resolve() and _NAME.fullmatch(folder.name)
@@ -125,12 +125,12 @@ def wandb_id(checkpoint: str | bool | None) -> str | None:
 
 
 def _state(checkpoint: Path) -> dict[str, Any]:
-    """What `complete_or_invisible` has noted in a readable checkpoint; nothing in one of another package."""
+    """What `atomic_checkpoint` has noted in a readable checkpoint; nothing in one of another package."""
     state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
-    return state.get("stateful_callbacks", {}).get(LAUNCH) or {}
+    return state.get("stateful_callbacks", {}).get(LAUNCH_KEY) or {}
 
 
-def find_resumed(trainer: TrainerInterface, wanted: str | bool | None) -> str | None:
+def resolve_checkpoint(trainer: TrainerInterface, wanted: str | bool | None) -> str | None:
     """The folder that `train(resume_from_checkpoint=wanted)` means: a folder, "auto" or True; None is a fresh start.
 
     Raises InputError on all ranks where True finds none, where machines do not share one, and where this run could not
@@ -138,7 +138,7 @@ def find_resumed(trainer: TrainerInterface, wanted: str | bool | None) -> str | 
     """
     if wanted in (True, "auto"):
         if trainer.args.save_only_model:
-            raise InputError(WEIGHTS_ALONE)
+            raise InputError(NO_OPTIMIZER_STATE)
         folder = trainer.args.output_dir
         found = _find_common(trainer)
         if found is None and wanted is True:
@@ -149,7 +149,7 @@ def find_resumed(trainer: TrainerInterface, wanted: str | bool | None) -> str | 
     if not isinstance(wanted, str):
         return None
     # each machine looks at its own disk, and all ranks hear what is wrong with any
-    problems = gather_object([next(obstacles(trainer, Path(wanted)), None)])
+    problems = gather_object([next(resume_problems(trainer, Path(wanted)), None)])
     if problem := next(filter(None, problems), None):
         raise InputError(problem)
     logger.info("resuming %s", wanted)
@@ -179,10 +179,10 @@ def _step(checkpoint: Path) -> int:
     return int(checkpoint.name.rpartition("-")[2])
 
 
-def lacking(folder: Path) -> list[str]:
-    """What keeps a checkpoint from being resumed: parts that are not there, and what `damaged` says."""
+def incomplete_parts(folder: Path) -> list[str]:
+    """What keeps a checkpoint from being resumed: parts that are not there, and what `damaged_files` says."""
     absent = missing_parts(folder)
-    return absent + [name for name in damaged(folder) if not (absent and name.startswith("the whole of"))]
+    return absent + [name for name in damaged_files(folder) if not (absent and name.startswith("the whole of"))]
 
 
 def missing_parts(folder: Path) -> list[str]:
@@ -190,12 +190,12 @@ def missing_parts(folder: Path) -> list[str]:
     return [name for name, patterns in _PARTS.items() if not any(any(folder.glob(p)) for p in patterns)]
 
 
-def damaged(folder: Path) -> list[str]:
+def damaged_files(folder: Path) -> list[str]:
     """What in a checkpoint is not as it was written: files that are gone, shorter, changed or unreadable."""
     try:
         state = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
         state["global_step"]
-        files = state.get("stateful_callbacks", {}).get(LAUNCH, {}).get("files", {})
+        files = state.get("stateful_callbacks", {}).get(LAUNCH_KEY, {}).get("files", {})
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return ["trainer_state.json"]
     found = [
@@ -240,7 +240,7 @@ def _is_readable(file: Path) -> bool:
     return True
 
 
-def obstacles(trainer: Any, checkpoint: Path) -> Iterator[str]:
+def resume_problems(trainer: Any, checkpoint: Path) -> Iterator[str]:
     """Why this run would not go on as the one that wrote the checkpoint; the first is to be told."""
     adapter = (checkpoint / "adapter_config.json").exists()
     this = f"the checkpoint {checkpoint}"
@@ -249,14 +249,14 @@ def obstacles(trainer: Any, checkpoint: Path) -> Iterator[str]:
         weights = f"model.lora=null model.adapter={checkpoint}"
     restart = f"start a new run from its weights ({weights})"
     if not checkpoint.is_dir():
-        yield f"resume_from_checkpoint: there is no folder {checkpoint}{nearest_path(checkpoint)}"
-    if bad := damaged(checkpoint):
+        yield f"resume_from_checkpoint: there is no folder {checkpoint}{path_hint(checkpoint)}"
+    if bad := damaged_files(checkpoint):
         yield f"{this} is damaged, without {', '.join(bad)}: take another, or auto"
     if (absent := missing_parts(checkpoint)) and "weights" not in absent:
         yield f"{this} has weights, but no {', '.join(absent)} (save_only_model): {restart}"
     then = _state(checkpoint)
-    now = launched(trainer)
-    if trainer.described and not then.get("run"):
+    now = launch_state(trainer)
+    if trainer.run_description and not then.get("run"):
         logger.info("%s does not say which settings wrote it: they are not compared with those of this run", checkpoint)
     if not then:
         return  # not written by this package
@@ -274,7 +274,7 @@ def obstacles(trainer: Any, checkpoint: Path) -> Iterator[str]:
         mend = "keep per_device_train_batch_size x gradient_accumulation_steps x processes, or set ignore_data_skip"
         problem = f"rows would be skipped or seen twice: {mend} to begin the epoch again"
         yield f"{this} trained {rows_then} rows a step and this run {rows_now}, so {problem}"
-    now_run = dict(trainer.described)
+    now_run = dict(trainer.run_description)
     if Path(trainer.scored[0].config.name_or_path) == checkpoint:
         now_run.pop("start_weights", None)  # the model was loaded from the checkpoint, which has them anyway
     if found := run_fingerprint.differences(
@@ -282,9 +282,9 @@ def obstacles(trainer: Any, checkpoint: Path) -> Iterator[str]:
     ):
         lines = list(found.values())
         sections = dict.fromkeys(key.partition(".")[0] for key in found)
-        way = f"{restart}, or set train.resume_despite: [{named(sections)}]"
-        if fixed := [key for key in found if key in run_fingerprint.IN_STATE]:
-            way = f"or {restart}: the optimizer keeps the former {named(fixed)}"
+        way = f"{restart}, or set train.resume_despite: [{join_names(sections)}]"
+        if fixed := [key for key in found if key in run_fingerprint.OPTIMIZER_STATE_OPTIONS]:
+            way = f"or {restart}: the optimizer keeps the former {join_names(fixed)}"
         more = f"; {len(lines) - 6} more" if len(lines) > 6 else ""
         yield f"{this} was written with other settings: {'; '.join(lines[:6])}{more}. To resume, set them back, {way}"
 
@@ -325,7 +325,7 @@ def _restore_callbacks(trainer: Any) -> None:
 
 
 @contextmanager
-def loading(checkpoint: str | None) -> Iterator[None]:
+def input_error_on_load(checkpoint: str | None) -> Iterator[None]:
     """Raises InputError where files of a checkpoint are not those of this run's model and optimizer."""
     try:
         yield
@@ -340,12 +340,12 @@ def loading(checkpoint: str | None) -> Iterator[None]:
 
 
 @contextmanager
-def without_pickled_code(trainer: TrainerInterface) -> Iterator[None]:
+def safe_unpickling(trainer: TrainerInterface) -> Iterator[None]:
     """DeepSpeed unpickles whatever its checkpoints hold, code too: inside, tensors and its own records alone are read.
 
     Raises InputError for anything else, unless `pickle` is in resume_despite.
     """
-    if not engine.zero_stage(trainer.accelerator) or "pickle" in listed(trainer.args.resume_despite):
+    if not engine.zero_stage(trainer.accelerator) or "pickle" in as_names(trainer.args.resume_despite):
         yield
         return
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler

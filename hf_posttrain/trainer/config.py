@@ -18,12 +18,12 @@ from transformers.utils.import_utils import enable_tf32, is_torch_tf32_available
 
 from ..engines import sequence
 from ..engines.launch import check_engine
-from ..errors import InputError, nearest, shown
+from ..errors import InputError, name_hint, short_repr
 from ..options import option
 from . import rules
 from .method_spec import Method
-from .option_group import OptionKind, in_words
-from .renamed_options import warn_of_old_names, with_new_names
+from .option_group import OptionKind, describe_type
+from .renamed_options import rename_options, warn_about_old_names
 
 logger = logging.getLogger(__name__)
 _FALLING = re.compile(r"loss$|divergence|perplexity|\b(\w+_)?(kl|ce|nll)\b")  # metrics of which less is better
@@ -56,9 +56,9 @@ class ConfigMeta(type):
     def __call__(cls, *args: Any, **given: Any) -> Any:
         known = inspect.signature(cls.__init__).parameters  # type: ignore[misc]
         if not any(each.kind is each.VAR_KEYWORD for each in known.values()):
-            given, renamed = with_new_names(given, cls.method.groups, known)  # type: ignore[attr-defined]
-            warn_of_old_names(renamed)
-            given = rules.keywords(cls.__name__, given, known)
+            given, renamed = rename_options(given, cls.method.groups, known)  # type: ignore[attr-defined]
+            warn_about_old_names(renamed)
+            given = rules.checked_keywords(cls.__name__, given, known)
         return super().__call__(*args, **given)
 
 
@@ -71,7 +71,7 @@ class PostTrainConfig(TrainingArguments, metaclass=ConfigMeta):
 
     method: ClassVar[Method]
     """The row of the table of methods that these are the options of."""
-    of_python: ClassVar[tuple[str, ...]] = ("model_init_kwargs", "trust_remote_code", "no_remove_unused_columns")
+    python_only: ClassVar[tuple[str, ...]] = ("model_init_kwargs", "trust_remote_code", "no_remove_unused_columns")
     """Fields that are no keys of a recipe."""
     logging_steps: float = option(10, "Steps between logs; below 1, a share of all steps.")
     activation_checkpointing: bool | None = option(
@@ -206,15 +206,15 @@ class PostTrainConfig(TrainingArguments, metaclass=ConfigMeta):
         if self.use_liger_kernel:
             if self.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
                 raise InputError("use_liger_kernel: true needs a GPU: leave it out here")
-            self.liger_kernel_config = (self.liger_kernel_config or {}) | dict.fromkeys(rules.LIGER_HEADS, False)
+            self.liger_kernel_config = (self.liger_kernel_config or {}) | dict.fromkeys(rules.LIGER_HEAD_KERNELS, False)
         if self.torch_compile:
             backends = torch.compiler.list_backends(exclude_tags=())
             if (backend := self.torch_compile_backend or "") not in backends:
-                close = nearest(backend, backends, listed=False)
+                close = name_hint(backend, backends, list_valid=False)
                 raise InputError(f"torch_compile_backend={backend!r} is unknown to torch{close}")
         checkpointed: Any = self.activation_checkpointing_kwargs
         if not isinstance(checkpointed, dict | None):
-            raise InputError(f"activation_checkpointing_kwargs: expected a mapping, found {shown(checkpointed)}")
+            raise InputError(f"activation_checkpointing_kwargs: expected a mapping, found {short_repr(checkpointed)}")
         if (checkpointed or {}).get("offload") and self.device.type == "cpu":
             raise InputError("activation_checkpointing_kwargs: offload moves activations off a GPU: leave it out here")
         loading: Any = self.accelerator_config
@@ -227,7 +227,7 @@ class PostTrainConfig(TrainingArguments, metaclass=ConfigMeta):
         if self.world_size > 1 and not loading.even_batches:
             raise InputError("accelerator_config: with even_batches: false ranks wait for each other: set it to true")
         _try_optimizer(self)
-        self.parallelism_config = sequence.settle(self)
+        self.parallelism_config = sequence.resolve_parallelism(self)
         if self.parallelism_config and self.parallelism_config.sp_size > 1 and self.layout == "auto":
             logger.info("layout: padded (with sequence parallelism a row is one document)")
             self.layout = "padded"
@@ -236,9 +236,9 @@ class PostTrainConfig(TrainingArguments, metaclass=ConfigMeta):
             logger.warning(found, self.n_gpu)
             self._n_gpu = 1
         check_engine(self)
-        self.keep_changes()
+        self.snapshot_options()
 
-    def keep_changes(self) -> None:
+    def snapshot_options(self) -> None:
         """Take all that is assigned so far as read: what `check_changes` finds comes later."""
         self._made_of = {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
@@ -253,7 +253,10 @@ class PostTrainConfig(TrainingArguments, metaclass=ConfigMeta):
         if unknown:
             name = sorted(unknown)[0]
             own = type(self).__name__
-            instead = rules.instead_of(name, "python") or f"{own} has no such option{nearest(name, made, listed=False)}"
+            instead = (
+                rules.replacement_hint(name, "python")
+                or f"{own} has no such option{name_hint(name, made, list_valid=False)}"
+            )
             raise InputError(f"args.{name} was set after {own} was built, and nothing reads it: {instead}")
         for suffix in ("", "_kwargs"):
             names = f"activation_checkpointing{suffix}", f"gradient_checkpointing{suffix}"
@@ -265,10 +268,10 @@ class PostTrainConfig(TrainingArguments, metaclass=ConfigMeta):
                 problem = f"args.{name} was changed to {getattr(self, name)!r} after {type(self).__name__} was built"
                 raise InputError(f"{problem}, which had read it: pass it when that is built")
         self._validate()
-        self.keep_changes()
+        self.snapshot_options()
 
     @classmethod
-    def of_checked(cls, **options: Any) -> Self:
+    def from_checked(cls, **options: Any) -> Self:
         """Build a Config from options that `rules.problems` has found nothing wrong with."""
         token = _CHECKED.set(True)
         try:
@@ -282,7 +285,7 @@ class PostTrainConfig(TrainingArguments, metaclass=ConfigMeta):
             for name, annotation in _simple_options(type(self)).items():
                 value = getattr(self, name)
                 if not any(_is_of(value, kind) for kind in _members(annotation)):
-                    raise InputError(f"{name} must be {in_words(annotation)}, not {value!r}")
+                    raise InputError(f"{name} must be {describe_type(annotation)}, not {value!r}")
             for _, problem in rules.problems(self, self.method):
                 raise InputError(problem)
         for key, group in self.method.groups.items():
@@ -369,7 +372,7 @@ def check_arguments(
     if args.model_init_kwargs and not isinstance(model, str):
         problem = "model_init_kwargs is for a model that is given by name, and this one is loaded already"
         raise InputError(f"{problem}: leave it out, or pass the name as model")
-    kept = rules.keywords(trainer.__name__, kwargs, inspect.signature(Trainer.__init__).parameters)
+    kept = rules.checked_keywords(trainer.__name__, kwargs, inspect.signature(Trainer.__init__).parameters)
     if data_collator is not None or kept.get("compute_loss_func") is not None:
         problem = "data_collator and compute_loss_func cannot be replaced: layouts and losses are the method's own"
         third = f" (the third argument, a {type(data_collator).__name__}, is data_collator)"

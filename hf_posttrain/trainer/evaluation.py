@@ -11,10 +11,10 @@ from torch.utils.data import DataLoader
 from ..batching.micro_batch import MicroBatch
 from ..data.dataset_type import AnyDataset
 from ..engines import engine
-from ..engines.duplicate_mask import weigh_rows
+from ..engines.duplicate_mask import mask_duplicate_rows
 from ..errors import InputError
 from ..generation.exact_match import exact_match
-from ..generation.rollout import forked
+from ..generation.rollout import preserve_rng
 from ..scoring import forward
 from ..scoring.layouts import IGNORE
 from .interface import TrainerInterface
@@ -38,7 +38,7 @@ class EvaluationMixin(TrainerInterface):
     ) -> tuple[Tensor | None, Any, Any]:
         """Add the losses of a micro-batch to the meter. Return its mean loss, and predictions for `compute_metrics`."""
         given = inputs
-        inputs = weigh_rows(inputs, self.accelerator).to(self.args.device)
+        inputs = mask_duplicate_rows(inputs, self.accelerator).to(self.args.device)
         if inputs.attention_mask is not None and "inputs" in self.args.include_for_metrics:
             # Trainer gives these to `compute_metrics`, a row for each example: of a pair the chosen answer, then -100
             ids = inputs.input_ids.masked_fill(inputs.attention_mask == 0, IGNORE)
@@ -48,7 +48,7 @@ class EvaluationMixin(TrainerInterface):
             losses = self.losses(model, inputs)
             self.meters["eval"].add_losses(losses)
             self.meters["eval"].add("loss", losses.values, losses.weights)
-            mean = losses.summed / losses.weights.sum().clamp(min=1)
+            mean = losses.total / losses.weights.sum().clamp(min=1)
             if prediction_loss_only:
                 return mean, None, None
             if losses.predictions is None:
@@ -96,7 +96,7 @@ class EvaluationMixin(TrainerInterface):
             raise InputError("FSDP2 and DeepSpeed cannot evaluate before train(): set eval_on_start: true instead")
         self.check_scoring(self.model_wrapped)
         # what training draws for its dropout does not depend on how often it is evaluated
-        with self.pace.paused(), forked(self.args.device):
+        with self.throughput.paused(), preserve_rng(self.args.device):
             self.prepare_evaluation()
             output, metrics = self.evaluate_rows(dataloader, *args, **kwargs)
             if self.args.eval_exact_match:

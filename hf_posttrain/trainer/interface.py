@@ -31,7 +31,7 @@ class TrainerInterface(Trainer):
     collator_class: ClassVar[type[Collator]] = Collator
     method: ClassVar[Method]
     """The row of the table of methods, of `config_class`."""
-    reads: ClassVar[Method]
+    data_method: ClassVar[Method]
     """The same with the kind of rows that the data hold: in rounds these are prompts."""
 
     args: Any
@@ -48,8 +48,8 @@ class TrainerInterface(Trainer):
     """Factor of the load-balancing loss of a mixture of experts; 0 without one."""
     meters: dict[str, MetricAverager]
     """Metrics by stage, `train` and `eval`."""
-    pace: Throughput
-    guard: AnomalyMonitor
+    throughput: Throughput
+    anomaly_monitor: AnomalyMonitor
     preemption: Any
     """Whether the run was told to stop: a `Preemption`."""
     stateful: dict[str, Stateful]
@@ -62,11 +62,11 @@ class TrainerInterface(Trainer):
     """Whether the last `train` has taken a step. A finished run that is resumed takes none."""
     saved_step: int | None = None
     """Step of the newest checkpoint in output_dir that this run resumed from or has saved."""
-    saving_in: str | None = None
+    saving_folder: str | None = None
     """Folder in which a checkpoint is being saved."""
     rows_ran_out = False
     """In rounds, whether a round gave no rows, so that training ended."""
-    reference_moves = False
+    reference_per_round = False
     """In rounds, whether each round has a reference of its own."""
 
     # ---- what a method defines
@@ -101,7 +101,7 @@ class TrainerInterface(Trainer):
         """
         return metrics
 
-    def learn_of_rows(self, rows: AnyDataset | None) -> None:
+    def on_dataset_ready(self, rows: AnyDataset | None) -> None:
         """Read from prepared training rows what a method requires before training, such as the number of each label."""
 
     # ---- what PostTrainer defines

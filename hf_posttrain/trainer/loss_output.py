@@ -1,7 +1,7 @@
-"""What losses and metrics are averaged over: the units of a micro-batch, each counted once or not at all.
+"""Unreduced losses of a micro-batch, and exact averages of metrics.
 
-A method returns one loss a unit, a token or an example, as `Losses`. Nothing is averaged twice: sums and counts travel
-until one division is made over all ranks and the whole accumulation window or logging interval.
+A method returns one loss per unit, which is a token or an example, as `Losses`. Nothing is averaged twice: sums and
+counts are accumulated over all ranks and the whole accumulation window or logging interval, and divided once.
 """
 
 from collections.abc import Mapping
@@ -15,33 +15,48 @@ from torch import Tensor
 
 @dataclass
 class Losses:
-    """What a method says of one micro-batch."""
+    """Losses and metrics of one micro-batch.
 
-    values: Tensor  # [units] loss of each token or example, not reduced
-    weights: Tensor  # [units] 1, or 0 for what must not count: of `PostTrainer.weights`, by which a step is divided
-    # name -> (values, weights; None: those of the loss): averaged exactly, over ranks and the logging interval
+    Attributes:
+        values: Unreduced loss of each token or example, [units].
+        weights: `PostTrainer.weights`, [units]: 1, or 0 for a unit that does not count. A step divides by their sum.
+        metrics: (values, weights) of each metric, averaged exactly over ranks and the logging interval. Weights of None
+            are the weights of the loss.
+        router_logits: Router logits of each layer of a mixture of experts whose auxiliary loss is enabled.
+        predictions: Predictions for `compute_metrics`, [B, ...]. If None, it gets full logits and shift_labels.
+        labels: The label_ids for `compute_metrics`, [B, ...].
+    """
+
+    values: Tensor
+    weights: Tensor
     metrics: Mapping[str, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
-    router_logits: Any = None  # router logits of each layer of a mixture of experts whose auxiliary loss is on
-    predictions: Tensor | None = None  # what `compute_metrics` gets, [B, ...]; None: full logits and shift_labels
-    labels: Tensor | None = None  # what it gets as label_ids, [B, ...]
+    router_logits: Any = None
+    predictions: Tensor | None = None
+    labels: Tensor | None = None
 
     @property
-    def summed(self) -> Tensor:
-        """The losses of all units that count, a scalar. NaN at weight 0 shows: its gradient would be NaN too."""
+    def total(self) -> Tensor:
+        """Sum of the losses of all units that count, a scalar.
+
+        A NaN at weight 0 makes the sum NaN, because its gradient would be NaN too.
+        """
         return (self.values * self.weights).sum()
 
 
 def sum_and_count(values: Tensor, weights: Tensor) -> Tensor:
-    """[sum of values x weights, sum of weights] of one shape; weight 0 leaves a value out even where it is NaN."""
+    """Return [sum of values x weights, sum of weights] of tensors of one shape. Weight 0 ignores a value, also NaN."""
     return torch.stack([torch.where(weights == 0, 0.0, values * weights).sum(), weights.sum()])
 
 
 class MetricAverager:
-    """Named (sum, count) pairs. Every rank adds the same names in the same order; counts may be zero."""
+    """Accumulator of named (sum, count) pairs.
+
+    Every rank adds the same names in the same order. Counts may be zero.
+    """
 
     def __init__(self) -> None:
         self.totals: dict[str, Tensor] = {}
-        self.largest: set[str] = set()
+        self.peaks: set[str] = set()
 
     def add(self, name: str, values: Tensor, weights: Tensor | None = None) -> None:
         """Add values of any shape, weighted as in `sum_and_count`."""
@@ -55,17 +70,17 @@ class MetricAverager:
             self.add(name, values, losses.weights if weights is None and values.ndim else weights)
 
     def add_pair(self, name: str, pair: Tensor) -> None:
-        """Add [sum, count], as `sum_and_count` gives it."""
+        """Add [sum, count], as `sum_and_count` returns it."""
         pair = _exact(pair)
         self.totals[name] = self.totals[name] + pair if name in self.totals else pair
 
     def set_peak(self, name: str, value: Tensor) -> None:
-        """Of this scalar, given once between two logs, the largest over the ranks counts, not the mean."""
+        """Set a scalar of which the maximum over the ranks is logged, not the mean. Called once between two logs."""
         self.totals[name] = torch.stack([_exact(value), torch.ones_like(_exact(value))])
-        self.largest.add(name)
+        self.peaks.add(name)
 
     def averages(self, accelerator: Accelerator | None = None) -> dict[str, float]:
-        """Global means since the last call; a name that nothing was counted for is left out. Empties the meter."""
+        """Return the global means since the last call, without names whose count is zero, and reset the totals."""
         if not self.totals:
             return {}
         totals = torch.stack(list(self.totals.values()))[None]  # [ranks, names, 2]
@@ -75,12 +90,12 @@ class MetricAverager:
         peaks = dict(zip(self.totals, totals[:, :, 0].amax(0).tolist(), strict=True))
         self.totals = {}
         return {
-            name: peaks[name] if name in self.largest else total / count
+            name: peaks[name] if name in self.peaks else total / count
             for name, (total, count) in pairs.items()
             if count
         }
 
 
 def _exact(values: Tensor) -> Tensor:
-    """In float64, where the device has it."""
+    """Return the values in float64, or float32 on MPS, which has no float64."""
     return values.double() if values.device.type != "mps" else values.float()

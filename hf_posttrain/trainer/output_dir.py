@@ -24,7 +24,7 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-LOCK = "_lock"  # a name that Trainer does not push to the hub
+LOCK_NAME = "_lock"  # a name that Trainer does not push to the hub
 _held: set[Path] = set()  # folders that this process has locked
 _UNWRITABLE = re.compile(
     r"No space left on device|File too large|Disk quota exceeded|Input/output error|Read-only file system"
@@ -40,7 +40,7 @@ def write_json(file: Path, content: Any, indent: int | None = 1) -> None:
     new.replace(file)
 
 
-def hold(file: Any) -> None:
+def lock_file(file: Any) -> None:
     """Lock an open file until it is closed, or the process that holds it ends, however it does. Raises BlockingIOError
     where another process has it.
     """
@@ -54,7 +54,7 @@ def hold(file: Any) -> None:
 
 
 @contextmanager
-def locked(args: Any) -> Iterator[None]:
+def exclusive_access(args: Any) -> Iterator[None]:
     """Inside, no other process trains in `args.output_dir`; the first rank holds it for all. May be nested.
 
     The system lets a lock go with the process that holds it, however that ends. Raises InputError where it is held.
@@ -64,9 +64,9 @@ def locked(args: Any) -> Iterator[None]:
         yield
         return
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / LOCK).open("a+", encoding="utf-8") as file:
+    with (folder / LOCK_NAME).open("a+", encoding="utf-8") as file:
         try:
-            hold(file)
+            lock_file(file)
         except BlockingIOError:
             file.seek(0)
             holder = file.read().strip() or "a process"
@@ -84,7 +84,7 @@ def locked(args: Any) -> Iterator[None]:
                 fcntl.flock(file, fcntl.LOCK_UN)
 
 
-def least_bytes(model: nn.Module) -> int:
+def min_checkpoint_bytes(model: nn.Module) -> int:
     """What trained weights take on disk at least."""
     return sum(getattr(w, "ds_numel", w.numel()) * w.element_size() for w in model.parameters() if w.requires_grad)
 
@@ -100,14 +100,14 @@ def check_space(folder: str | Path, wanted: int) -> None:
 
 
 @contextmanager
-def writing(folder: str | Path) -> Iterator[None]:
+def input_error_on_write(folder: str | Path) -> Iterator[None]:
     """A disk that is full, or takes no more for another reason, is an InputError; each library words it otherwise."""
     try:
         yield
     except (Exception, CheckpointException) as error:
         said = _UNWRITABLE.search(str(error))
         if said or isinstance(error, InputError):
-            shutil.rmtree(Path(folder, checkpoint.SAVING), ignore_errors=True)  # gives space back
+            shutil.rmtree(Path(folder, checkpoint.SAVING_FOLDER), ignore_errors=True)  # gives space back
         if said is None or isinstance(error, InputError):
             raise
         raise InputError(

@@ -1,4 +1,4 @@
-"""The policy as a trainer makes it, of a model with weights or, for `--check`, of one without."""
+"""Construction of the policy, from a model with weights or, for `--check`, from one on the meta device."""
 
 from peft import PeftConfig
 from torch import nn
@@ -13,14 +13,18 @@ from .router_loss import router_coef
 
 
 def make_policy(model: nn.Module, peft_config: PeftConfig | None, args: PostTrainConfig) -> tuple[nn.Module, float]:
-    """Return the model as it is trained, with a new adapter where `peft_config` is given, and the weight of its
-    experts' load-balancing loss.
+    """Return the model to train and the weight of its load-balancing loss.
 
-    The model may be on the meta device, so that `--check` refuses what a run does. Raises InputError for what the
-    options ask for and the model does not have.
+    Args:
+        model: The model. It may be on the meta device, so that `--check` rejects the same options as a run.
+        peft_config: Configuration of a new adapter, or None.
+        args: Options of the trainer.
+
+    Raises:
+        InputError: If the model does not support an option.
     """
     launch.check_model(model, args)
-    set_seed(args.seed)  # of a new adapter's weights; HF's Trainer does it when they are made
+    set_seed(args.seed)  # for the weights of a new adapter; Trainer sets the seed only after they are initialized
     policy = prepare_policy(model, peft_config, args)
     inner = forward.causal_lm(policy)
     coef = router_coef(inner.config, args.router_aux_loss_coef)

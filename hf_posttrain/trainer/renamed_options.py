@@ -1,10 +1,10 @@
-"""Options that are now part of a group, under their names of the last release, which work for one more."""
+"""Options that have moved into a group or have a new name. Their old names are accepted for one release."""
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
-from ..errors import InputError, shown
+from ..errors import InputError, short_repr
 from .option_group import OptionGroup
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ RENAMED = {
     "teacher_names": "teacher.names",
     "skew_alpha": "beta",
 }
-"""Old name -> new name, `group.option` or an option."""
+"""New name, an option or `group.option`, of each old name."""
 
 
 _DEFAULTS: dict[str, Any] = {
@@ -40,37 +40,46 @@ _DEFAULTS: dict[str, Any] = {
     "teacher_rest": "tail",
     "skew_alpha": 0.1,
 }
-"""Old name -> its default, where that is not None. The new options have the same defaults."""
+"""Default of each old name whose default is not None. The new options have the same defaults."""
 
 
-def _no_place(option: str) -> str:
-    """Return the place of an option that Python gives: none."""
+def _no_location(option: str) -> str:
+    """Return the location of an option that is set in Python, which is empty."""
     return ""
 
 
-def with_new_names(
-    given: Mapping[str, Any],
+def rename_options(
+    options: Mapping[str, Any],
     groups: Mapping[str, OptionGroup],
-    known: Collection[str],
-    place: Callable[[str], str] = _no_place,
+    valid_names: Collection[str],
+    location: Callable[[str], str] = _no_location,
 ) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """Return options with their new names, and those that were renamed: old name -> new options with their values.
+    """Replace the old names of options by their new names.
 
-    An old option with its default is left out, and has no new options. groups: of the Config or section; known: the
-    names of its options; place: start of an error about an option, such as "recipe.yaml:3: ".
-    Raises InputError for old options that exclude each other, and for an option that is given under both names.
+    Args:
+        options: The options, with old or new names.
+        groups: Groups of the Config or section.
+        valid_names: Names of all options of the Config or section.
+        location: Returns the start of an error about an option, such as "recipe.yaml:3: ".
+
+    Returns:
+        The options with their new names, and for each old name a mapping of its new options to their values. An old
+        option with its default value is removed, and its mapping is empty.
+
+    Raises:
+        InputError: If old options exclude each other, or an option is set under both names.
     """
-    values = dict(given)
+    values = dict(options)
     old: dict[str, Any] = {}
     for name, new in RENAMED.items():
         key = new.partition(".")[0]
         # skew_alpha was an option of methods with a teacher
-        has_option = key in known and ("teacher" in groups if new == "beta" else key in groups)
-        if name in values and name not in known and has_option:
+        has_option = key in valid_names and ("teacher" in groups if new == "beta" else key in groups)
+        if name in values and name not in valid_names and has_option:
             old[name] = values.pop(name)
     changed = {name: value for name, value in old.items() if value is not None and value != _DEFAULTS.get(name)}
     for name, problem in _conflicts(changed, values):
-        raise InputError(place(name) + problem)
+        raise InputError(location(name) + problem)
 
     renamed = {name: _new_options(name, changed) if name in changed else {} for name in old}
     if values.get("rollouts") == "live" and "rollouts" in groups:
@@ -80,17 +89,17 @@ def with_new_names(
         for new, value in renamed[name].items():
             key, _, option = new.partition(".")
             group = groups.get(key)
-            options: Mapping[str, Any] = {option: values.get(key)}
+            group_values: Mapping[str, Any] = {option: values.get(key)}
             if group is not None:
-                options = group.as_mapping(values.get(key)) or {}
-            if options.get(option) not in (None, value):
-                raise InputError(f"{place(name)}{new} is given under an old name too: remove {name}")
-            values[key] = value if group is None else {**options, option: value}
+                group_values = group.as_mapping(values.get(key)) or {}
+            if group_values.get(option) not in (None, value):
+                raise InputError(f"{location(name)}{new} is also set under its old name. Remove {name}")
+            values[key] = value if group is None else {**group_values, option: value}
     return values, renamed
 
 
 def _conflicts(changed: Mapping[str, Any], values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield what is wrong with old options that exclude each other: the name of one, and a sentence."""
+    """Yield the name of an option and the message for each conflict between old options."""
     loss = values.get("divergence") or values.get("loss_type") or "the default loss"
     if "skew_alpha" in changed and not str(loss).startswith("skew"):
         problem = f"skew_alpha, now beta, is only valid with skew_forward_kl and skew_reverse_kl, not {loss}"
@@ -106,12 +115,17 @@ def _conflicts(changed: Mapping[str, Any], values: Mapping[str, Any]) -> Iterato
 
 
 def _new_options(name: str, changed: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options, new name -> value, that an old one stands for among all that are not at their defaults."""
+    """Return the new options, with their values, that replace an old option.
+
+    Args:
+        name: The old name.
+        changed: All old options that are not at their defaults.
+    """
     value = changed[name]
     if name in ("rollout", "vllm_mode"):
         on_server = "rollout_ahead" in changed or "vllm_server_base_url" in changed
-        of_vllm = f"vllm_{changed.get('vllm_mode', 'server' if on_server else 'colocate')}"
-        return {"sampler.kind": of_vllm if changed["rollout"] == "vllm" else changed["rollout"]}
+        vllm_kind = f"vllm_{changed.get('vllm_mode', 'server' if on_server else 'colocate')}"
+        return {"sampler.kind": vllm_kind if changed["rollout"] == "vllm" else changed["rollout"]}
     if name == "rollout_ahead":
         return {"sampler.prefetch": True}
     if name == "precompute_teacher_top_k":
@@ -119,20 +133,22 @@ def _new_options(name: str, changed: Mapping[str, Any]) -> dict[str, Any]:
     return {RENAMED[name]: value}
 
 
-def warn_of_old_names(renamed: Mapping[str, Mapping[str, Any]], prefix: str = "") -> None:
-    """Log one warning that names the new options with their values, if any option has its old name.
+def warn_about_old_names(renamed: Mapping[str, Mapping[str, Any]], prefix: str = "") -> None:
+    """Log one warning with the new options and their values, if any option was set under its old name.
 
-    renamed: as `with_new_names` returns it; prefix: of all names, such as "train.".
+    Args:
+        renamed: Second return value of `rename_options`.
+        prefix: Prefix of all names, such as "train.".
     """
     changes = []
     for name, options in renamed.items():
         old = f"{prefix}{name}: live" if name in options else f"{prefix}{name}"
-        new = ", ".join(f"{prefix}{option}: {_written(value)}" for option, value in options.items())
+        new = ", ".join(f"{prefix}{option}: {_as_yaml(value)}" for option, value in options.items())
         changes.append(f"{old} -> {new or 'remove it (its default)'}")
     if changes:
         logger.warning("options have new names; the old ones work in this release only: %s", "; ".join(changes))
 
 
-def _written(value: object) -> str:
-    """Return a value as recipes have it."""
-    return str(value).lower() if isinstance(value, bool) else shown(value)
+def _as_yaml(value: object) -> str:
+    """Return a value as a recipe has it."""
+    return str(value).lower() if isinstance(value, bool) else short_repr(value)

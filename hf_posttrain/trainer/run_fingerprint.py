@@ -14,19 +14,19 @@ from peft import PeftConfig
 from torch import nn
 
 from ..data.dataset_type import AnyDatasets
-from ..data.images import versions
+from ..data.images import image_versions
 from ..engines import sharded
-from ..errors import shown
+from ..errors import short_repr
 from ..models import adapters, score_cache
-from ..monitoring.symptoms import listed
+from ..monitoring.symptoms import as_names
 from ..scoring import forward
 from .interface import TrainerInterface
 from .option_group import OptionGroup, OptionKind
-from .renamed_options import RENAMED, with_new_names
+from .renamed_options import RENAMED, rename_options
 
 _names = lambda text: frozenset(text.split())  # noqa: E731
-SAMPLE = 64  # values of each weight that tell one model from another
-HARMLESS = _names("""
+WEIGHT_SAMPLE = 64  # values of each weight that tell one model from another
+UNCOMPARED_OPTIONS = _names("""
     output_dir run_name project trackio_space_id trackio_bucket_id trackio_static_space_id report_to disable_tqdm
     log_level log_level_replica log_on_each_node logging_strategy logging_steps logging_first_step
     logging_nan_inf_filter include_num_input_tokens_seen skip_memory_metrics debug stop_on save_strategy
@@ -41,31 +41,31 @@ HARMLESS = _names("""
     ddp_static_graph ddp_backend ddp_timeout no_remove_unused_columns teacher_model_name_or_path teacher_model_revision
 """)
 """Options that may change: what is logged, saved and shown, where and how the same numbers are computed. The engine and
-the rows of a step are compared by `checkpoint.obstacles`."""
-HARMLESS_PARTS = frozenset({"accelerator_config.non_blocking"})
+the rows of a step are compared by `checkpoint.resume_problems`."""
+UNCOMPARED_PARTS = frozenset({"accelerator_config.non_blocking"})
 """The same of parts of an option: checkpoints describe them, and they are not compared."""
-EVALUATION = _names("""
+EVALUATION_OPTIONS = _names("""
     eval_strategy eval_steps eval_delay eval_on_start eval_exact_match eval_max_completion_length eval_dataset
     eval_do_concat_batches eval_use_gather_object eval_accumulation_steps per_device_eval_batch_size
     prediction_loss_only include_for_metrics bf16_full_eval fp16_full_eval
 """)
 """Options that may change where nothing depends on evaluations: no best model is looked for, no rate follows them."""
-IN_STATE = _names("""
+OPTIMIZER_STATE_OPTIONS = _names("""
     optim optim_args optim_target_modules learning_rate lr_scheduler_type weight_decay adam_beta1 adam_beta2
     adam_epsilon
 """)
 """Options whose former value comes with the optimizer's state: a new one would have no effect."""
 
 
-def describe(trainer: Any) -> dict[str, Any]:
+def describe_run(trainer: Any) -> dict[str, Any]:
     """{name: JSON} of everything that the trained weights depend on. Reads every prepared row once."""
     args = trainer.args
-    policy = forward.unwrapped(trainer.model)
+    policy = forward.unwrap_model(trainer.model)
     options = args.to_dict()
     follows = options["metric_for_best_model"] or options["lr_scheduler_type"] in ("reduce_lr_on_plateau", "greedy")
-    left_out = HARMLESS if follows else HARMLESS | EVALUATION
+    left_out = UNCOMPARED_OPTIONS if follows else UNCOMPARED_OPTIONS | EVALUATION_OPTIONS
     found = {"method": trainer.method.name} | {name: options[name] for name in options if name not in left_out}
-    found |= {name: value.described() for name, value in vars(args).items() if isinstance(value, OptionKind)}
+    found |= {name: value.fingerprint() for name, value in vars(args).items() if isinstance(value, OptionKind)}
     # the length of a run shapes its learning rate, if that is not constant
     kind = options["lr_scheduler_type"]
     warmup = args.warmup_steps or 0
@@ -77,8 +77,8 @@ def describe(trainer: Any) -> dict[str, Any]:
     unread = ("base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping", "runtime_config")
     causal = forward.causal_lm(policy)
     found |= {
-        "model": score_cache.computed_config(causal)
-        | {"class": sharded.plain_class(causal).__name__, "dtype": str(causal.dtype)},
+        "model": score_cache.numeric_config(causal)
+        | {"class": sharded.original_class(causal).__name__, "dtype": str(causal.dtype)},
         "base_weights": trainer.base_key,
         "start_weights": trainer.start_key,
         "second_model": trainer.second_key,
@@ -86,7 +86,7 @@ def describe(trainer: Any) -> dict[str, Any]:
         "train_dataset": describe_rows(trainer, trainer.train_dataset),
     }
     rounds = getattr(args, "rounds", None)
-    found["rounds"] = rounds and rounds.described()
+    found["rounds"] = rounds and rounds.fingerprint()
     if rounds:  # where one begins depends on the length of a run, whatever its learning rate does
         found |= {"num_train_epochs": args.passes, "max_steps": args.max_steps}
     if not isinstance(trainer.train_dataset, datasets.Dataset):
@@ -100,10 +100,10 @@ def describe(trainer: Any) -> dict[str, Any]:
     plugin = trainer.accelerator.state.deepspeed_plugin
     for name in ("optimizer", "scheduler") if plugin is not None else ():  # of DeepSpeed's own
         found[f"deepspeed.{name}"] = plugin.deepspeed_config.get(name)
-    return json.loads(json.dumps(found, default=score_cache.plain))
+    return json.loads(json.dumps(found, default=score_cache.json_default))
 
 
-def base_weights(model: nn.Module, peft_config: PeftConfig | None, method: Any) -> str:
+def base_weights_key(model: nn.Module, peft_config: PeftConfig | None, method: Any) -> str:
     """A hash of the weights that a checkpoint lacks: those that are frozen, or what a reference begins as. Of what
     ZeRO-3 has cut it is that of this rank's part: such a run is resumed by as many ranks.
     """
@@ -111,7 +111,7 @@ def base_weights(model: nn.Module, peft_config: PeftConfig | None, method: Any) 
     return _weights_key(weight for weight in model.named_parameters() if all_of_them or not weight[1].requires_grad)
 
 
-def start_weights(model: nn.Module, peft_config: PeftConfig | None) -> str | None:
+def start_weights_key(model: nn.Module, peft_config: PeftConfig | None) -> str | None:
     """A hash of the trained weights that a run begins with, without those of a new adapter, which are drawn at random:
     a LoRA that is continued has some B that is not 0, and of other kinds it is not known.
     """
@@ -119,12 +119,12 @@ def start_weights(model: nn.Module, peft_config: PeftConfig | None) -> str | Non
         return None
     trained = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
     if isinstance(model, peft.PeftModel) and not any(weight.any() for name, weight in trained if "lora_B" in name):
-        trained = [(name, weight) for name, weight in trained if not adapters.of_adapters(model, name)]
+        trained = [(name, weight) for name, weight in trained if not adapters.is_adapter_weight(model, name)]
     return _weights_key(trained)
 
 
 def _weights_key(weights: Iterable[tuple[str, Any]]) -> str:
-    return score_cache.weights_key({name: getattr(w, "ds_tensor", w) for name, w in weights}, sample=SAMPLE)
+    return score_cache.weights_key({name: getattr(w, "ds_tensor", w) for name, w in weights}, sample=WEIGHT_SAMPLE)
 
 
 def differences(
@@ -135,13 +135,13 @@ def differences(
     despite: a name or a list of them; `model` stands for all that begins so. Options of the optimizer stay. groups: of
     the method.
     """
-    allowed = set(listed(despite)) - IN_STATE
+    allowed = set(as_names(despite)) - OPTIMIZER_STATE_OPTIONS
     then = _with_groups(then, groups)
     return {
-        key: f"{key}: then {shown(before)}, now {shown(after)}"
+        key: f"{key}: then {short_repr(before)}, now {short_repr(after)}"
         for key, before, after in _differing(then, now)
         if not {key, key.partition(".")[0]} & allowed
-        and key not in HARMLESS_PARTS
+        and key not in UNCOMPARED_PARTS
         and not (key == "second_model" and None in (before, after))  # its scores came from the cache
     }
 
@@ -155,9 +155,9 @@ def _with_groups(then: Mapping[str, Any], groups: Mapping[str, OptionGroup]) -> 
         then = {**then, "rounds": rounds}
     if not groups or not RENAMED.keys() & then.keys():
         return then
-    values, _ = with_new_names(then, groups, {*groups, "beta"})
+    values, _ = rename_options(then, groups, {*groups, "beta"})
     old = {key: group.restore(values.get(key)) for key, group in groups.items()}
-    return values | {key: options.described() for key, options in old.items() if options is not None}
+    return values | {key: options.fingerprint() for key, options in old.items() if options is not None}
 
 
 def describe_rows(trainer: TrainerInterface, rows: AnyDatasets | None) -> Any:
@@ -166,7 +166,7 @@ def describe_rows(trainer: TrainerInterface, rows: AnyDatasets | None) -> Any:
     """
     if rows is None or isinstance(rows, dict):
         return rows and {name: describe_rows(trainer, part) for name, part in rows.items()}
-    columns = trainer.reads.rows.columns
+    columns = trainer.data_method.rows.columns
     if "index" not in (getattr(rows, "column_names", None) or ()):
         return None
     if not isinstance(rows, datasets.Dataset):
@@ -176,7 +176,7 @@ def describe_rows(trainer: TrainerInterface, rows: AnyDatasets | None) -> Any:
     described = f"{len(rows)} rows ({score_cache.rows_key(used)[:12]})"
     if "images" not in rows.column_names:
         return described
-    sizes = [size for size, _ in versions(rows["images"])]  # their files may have been copied since
+    sizes = [size for size, _ in image_versions(rows["images"])]  # their files may have been copied since
     return f"{described}, {len(sizes)} pictures ({xxhash.xxh3_64_hexdigest(repr(sizes).encode())[:12]})"
 
 

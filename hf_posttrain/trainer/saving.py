@@ -22,13 +22,13 @@ from ..engines import engine, sharded
 from ..errors import InputError
 from ..models.adapters import adapted_layers, config_with_default_init
 from ..models.hub_weights import hub_weights
-from ..models.policy import set_generation_config, original_dropout
+from ..models.policy import original_dropout, set_generation_config
 from ..models.reference import without_reference_adapter
 from ..scoring import forward
 from . import checkpoint, rules, stateful
-from .checkpoint import loading
+from .checkpoint import input_error_on_load
 from .interface import TrainerInterface
-from .output_dir import check_space, least_bytes, writing
+from .output_dir import check_space, input_error_on_write, min_checkpoint_bytes
 
 # in the README.md of a run where `report.card` wrote it
 CARD_MARKER = "<!-- written by hf_posttrain; remove this line to keep your own text from being replaced -->"
@@ -42,7 +42,7 @@ def _tied_once(model: nn.Module, state: dict[str, Tensor] | None) -> dict[str, T
     return state and {name: tensor for name, tensor in state.items() if names.get(name, name) == name}
 
 
-def keep_last_step(trainer: TrainerInterface) -> str:
+def save_last_step(trainer: TrainerInterface) -> str:
     """Save a checkpoint of the last whole step, in which the weights are still, and say so: after an error that all
     ranks have. Nothing where checkpoints are not wanted.
     """
@@ -55,7 +55,7 @@ def keep_last_step(trainer: TrainerInterface) -> str:
 
 
 def _adapter_in_fsdp(trainer: TrainerInterface) -> bool:
-    return bool(trainer.accelerator.is_fsdp2 and isinstance(forward.unwrapped(trainer.model), peft.PeftModel))
+    return bool(trainer.accelerator.is_fsdp2 and isinstance(forward.unwrap_model(trainer.model), peft.PeftModel))
 
 
 def remove_engine_copies(trainer: TrainerInterface, checkpoint: Path) -> None:
@@ -69,7 +69,7 @@ def remove_engine_copies(trainer: TrainerInterface, checkpoint: Path) -> None:
     trainer.accelerator.wait_for_everyone()
 
 
-def load_cut_adapter(policy: peft.PeftModel, checkpoint: str) -> None:
+def load_sharded_adapter(policy: peft.PeftModel, checkpoint: str) -> None:
     """Copy an adapter's file into the parts of it that FSDP2 has left on this rank. All ranks call it."""
     own = trained_state(policy)
     saved = load_file(adapter_folder(policy, checkpoint) / "adapter_model.safetensors")
@@ -98,7 +98,7 @@ def add_tags(model: PreTrainedModel, method: str) -> None:
 # ---- what is saved
 
 
-def whole_state(trainer: TrainerInterface, adapter_only: bool) -> dict[str, Tensor] | None:
+def full_state_dict(trainer: TrainerInterface, adapter_only: bool) -> dict[str, Tensor] | None:
     """Every weight, on the first rank (others may get less), or None where a model's own state_dict is as good.
 
     adapter_only: without the frozen base, where the engine can leave it out. All ranks call it.
@@ -128,9 +128,9 @@ def whole_state(trainer: TrainerInterface, adapter_only: bool) -> dict[str, Tens
 
 def save_merged(trainer: TrainerInterface, folder: str) -> None:
     """The trained adapter merged into its base and saved as a plain model; raises as `check_mergeable`. All ranks."""
-    policy = forward.unwrapped(trainer.model)
+    policy = forward.unwrap_model(trainer.model)
     check_mergeable(policy)
-    state = whole_state(trainer, adapter_only=False) or policy.state_dict()
+    state = full_state_dict(trainer, adapter_only=False) or policy.state_dict()
     if trainer.args.should_save:
         generation = set_generation_config(policy, trainer.terminal_ids)
         write_merged(policy, state, trainer.processing_class, generation, folder)
@@ -146,7 +146,7 @@ def write_merged(
     # a twin in one piece, with the same adapter; not through from_config, since DeepSpeed would cut it
     inner: Any = policy.get_base_model()
     trained = policy.active_adapter
-    base = sharded.plain_class(inner)(copy.deepcopy(inner.config)).to(inner.dtype)
+    base = sharded.original_class(inner)(copy.deepcopy(inner.config)).to(inner.dtype)
     # a tied head is merged by itself, and is one tensor with the embedding again if they are equal then
     head = base.get_output_embeddings()
     if tied := head is not None and head.weight is base.get_input_embeddings().weight:
@@ -204,7 +204,7 @@ def check_mergeable(model: Any) -> None:
         raise InputError(f"merge_lora: PEFT cannot merge this adapter ({error}): save it without merge_lora") from error
 
 
-def trained_base(policy: peft.PeftModel) -> list[str]:
+def trained_base_weights(policy: peft.PeftModel) -> list[str]:
     """Names of trained parameters that PEFT does not save with the adapter: those of the base that the user unfroze."""
     known = {id(weight) for weight in adapter_state(policy).values()}
     return [name for name, p in policy.named_parameters() if p.requires_grad and id(p) not in known]
@@ -219,7 +219,7 @@ def adapter_state(policy: peft.PeftModel) -> dict[str, Tensor]:
 def trained_state(policy: peft.PeftModel) -> dict[str, Tensor]:
     """Return what is saved of a model with an adapter: `adapter_state`, and parameters of the base that are trained."""
     named = dict(policy.named_parameters())
-    return adapter_state(policy) | {name: named[name] for name in trained_base(policy)}
+    return adapter_state(policy) | {name: named[name] for name in trained_base_weights(policy)}
 
 
 def adapter_folder(policy: peft.PeftModel, folder: str | Path) -> Path:
@@ -235,7 +235,7 @@ def check_folder(trainer: TrainerInterface, folder: str | Path, merged: bool) ->
 
     merged: an adapter is saved as part of a whole model. Raises InputError where the two would not belong together.
     """
-    model = forward.unwrapped(trainer.model)
+    model = forward.unwrap_model(trainer.model)
     adapter = isinstance(model, peft.PeftModel) and not merged
     others = [name for name in (_WHOLE if adapter else ("adapter_config.json",)) if Path(folder, name).exists()]
     if not others or (adapter and Path(model.get_base_model().config.name_or_path).resolve() == Path(folder).resolve()):
@@ -252,7 +252,7 @@ def check_saved(model: nn.Module, folder: str | Path) -> None:
 
     Raises RuntimeError where a file cannot be read, or a weight is missing, has another shape or other values.
     """
-    inner = forward.unwrapped(model)
+    inner = forward.unwrap_model(model)
     adapter = isinstance(inner, peft.PeftModel)
     place = adapter_folder(inner, folder) if adapter else Path(folder)
     named: dict[str, Tensor] = dict(inner.named_parameters(remove_duplicate=False))
@@ -269,9 +269,9 @@ def check_saved(model: nn.Module, folder: str | Path) -> None:
         except (OSError, SafetensorError) as error:
             raise RuntimeError(f"{file} was just saved and cannot be read: {error}") from error
     expected = {name: WeightSummary.of(weight) for name, weight in named.items()}
-    if not adapter and any(unsaved(expected, saved)):
-        expected = in_hub_format(inner, named)
-    missing = [*unsaved(expected, saved)]
+    if not adapter and any(missing_weights(expected, saved)):
+        expected = hub_format_summaries(inner, named)
+    missing = [*missing_weights(expected, saved)]
     changed = [name for name, weight in expected.items() if name in saved and not weight.starts_as(saved[name])]
     if missing or changed:
         wrong, problem = (missing, "are missing or have another shape") if missing else (changed, "have other values")
@@ -292,7 +292,7 @@ class WeightSummary(NamedTuple):
     def of(cls, weight: Tensor, layer: str = "") -> "WeightSummary":
         """Return this of a weight, or of what ZeRO-3 has left of it. `layer` tells apart those that are freed."""
         shape = list(getattr(weight, "ds_shape", weight.shape))
-        start = None if is_cut(weight) else weight.detach()[:1] if shape else weight.detach()
+        start = None if is_sharded(weight) else weight.detach()[:1] if shape else weight.detach()
         return cls((layer, id(weight)), shape, start)
 
     def starts_as(self, saved: "WeightSummary") -> bool:
@@ -303,7 +303,7 @@ class WeightSummary(NamedTuple):
         return torch.equal(saved.start.to(own.dtype).nan_to_num(), own.nan_to_num())
 
 
-def unsaved(expected: Mapping[str, WeightSummary], saved: Mapping[str, WeightSummary]) -> Iterator[str]:
+def missing_weights(expected: Mapping[str, WeightSummary], saved: Mapping[str, WeightSummary]) -> Iterator[str]:
     """Yield a name of each weight that was not saved in its shape. Of tied weights one name is enough."""
     there = {each.identity for name, each in expected.items() if name in saved and saved[name].shape == each.shape}
     for name, weight in expected.items():
@@ -312,7 +312,7 @@ def unsaved(expected: Mapping[str, WeightSummary], saved: Mapping[str, WeightSum
             yield name
 
 
-def in_hub_format(inner: nn.Module, named: Mapping[str, Tensor]) -> dict[str, WeightSummary]:
+def hub_format_summaries(inner: nn.Module, named: Mapping[str, Tensor]) -> dict[str, WeightSummary]:
     """Return weights by the names of the hub's format, in which each expert has tensors of its own, for example.
 
     One layer is converted at a time: on CPU, or without values where an engine has cut it.
@@ -323,7 +323,7 @@ def in_hub_format(inner: nn.Module, named: Mapping[str, Tensor]) -> dict[str, We
         layers.setdefault(numbered[0] if numbered else "", {})[name] = weight
     found: dict[str, WeightSummary] = {}
     for layer, weights in layers.items():
-        cut = any(map(is_cut, weights.values()))
+        cut = any(map(is_sharded, weights.values()))
         whole: dict[int, Tensor] = {}
         for weight in weights.values():  # tied weights stay one tensor
             empty = torch.empty(WeightSummary.of(weight).shape, dtype=weight.dtype, device="meta")
@@ -334,7 +334,7 @@ def in_hub_format(inner: nn.Module, named: Mapping[str, Tensor]) -> dict[str, We
     return found
 
 
-def is_cut(weight: Tensor) -> bool:
+def is_sharded(weight: Tensor) -> bool:
     """Return whether an engine has left a part of a weight here, or nothing."""
     return hasattr(weight, "ds_id") or isinstance(weight, DTensor) or weight.is_meta
 
@@ -351,14 +351,16 @@ class SavingMixin(TrainerInterface):
         # checkpoints, which are resumed, keep the adapter: HF names a folder for them, and none for push_to_hub
         merged = self.args.merge_lora and not (_internal_call and output_dir)
         check_folder(self, folder, merged)
-        with writing(folder), original_dropout(self.model):
+        with input_error_on_write(folder), original_dropout(self.model):
             if self.args.should_save:  # a tokenizer without a chat template leaves that of an earlier run there
                 Path(folder, "chat_template.jinja").unlink(missing_ok=True)
                 shutil.rmtree(Path(folder, "additional_chat_templates"), ignore_errors=True)
             if merged:
                 save_merged(self, folder)
             else:
-                self._save(folder, _tied_once(self.model, whole_state(self, isinstance(self.model, peft.PeftModel))))
+                self._save(
+                    folder, _tied_once(self.model, full_state_dict(self, isinstance(self.model, peft.PeftModel)))
+                )
                 if self.args.should_save:
                     check_saved(self.model, folder)
         if self.args.push_to_hub and not _internal_call:
@@ -373,7 +375,7 @@ class SavingMixin(TrainerInterface):
             super()._save(output_dir, state_dict)
             if not self.args.should_save:
                 return
-            if isinstance(self.model, peft.PeftModel) and (trained := trained_base(self.model)):
+            if isinstance(self.model, peft.PeftModel) and (trained := trained_base_weights(self.model)):
                 # weights of the base that are trained too: PEFT loads them from the adapter's file, and saves none
                 state = state_dict or self.model.state_dict()
                 file = adapter_folder(self.model, folder) / "adapter_model.safetensors"
@@ -389,47 +391,47 @@ class SavingMixin(TrainerInterface):
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """HF's, into a folder that gets its name when it is complete; its time is not training time."""
         run = self.args.output_dir
-        with self.pace.paused(), writing(run), checkpoint.complete_or_invisible(self) as folder:
-            self.saving_in = folder
+        with self.throughput.paused(), input_error_on_write(run), checkpoint.atomic_checkpoint(self) as folder:
+            self.saving_folder = folder
             try:
                 if self.args.should_save:
-                    check_space(run, least_bytes(self.model))
+                    check_space(run, min_checkpoint_bytes(self.model))
                 super()._save_checkpoint(model, trial)
                 if _adapter_in_fsdp(self):
                     remove_engine_copies(self, Path(folder, f"checkpoint-{self.state.global_step}"))
                 stateful.save(self.stateful, f"{folder}/checkpoint-{self.state.global_step}", self.args.should_save)
             finally:
-                self.saving_in = None
+                self.saving_folder = None
         self.saved_step = self.state.global_step
         if self.args.push_to_hub:
             self._push_from_checkpoint(f"{self.args.output_dir}/checkpoint-{self.state.global_step}")
 
     def _get_output_dir(self, trial: Any) -> str:
         """Return the folder of checkpoints: while one is saved, the one that has incomplete checkpoints."""
-        return self.saving_in or super()._get_output_dir(trial)
+        return self.saving_folder or super()._get_output_dir(trial)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Push a checkpoint to the Hub once it is complete. Trainer would push it while it is saved."""
-        if self.saving_in is None:
+        if self.saving_folder is None:
             super()._push_from_checkpoint(checkpoint_folder)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """HF copies tensors by name, and so leaves out those that are saved under other names (fused experts)."""
         if _loads_pretrained(self):
             own = self.model if model is None else model
-            with loading(resume_from_checkpoint):
+            with input_error_on_load(resume_from_checkpoint):
                 loaded = type(own).from_pretrained(resume_from_checkpoint, config=own.config, dtype="auto")
                 own.load_state_dict(loaded.state_dict())
             return
-        with loading(resume_from_checkpoint):
+        with input_error_on_load(resume_from_checkpoint):
             if _adapter_in_fsdp(self) and not any(Path(resume_from_checkpoint).glob("pytorch_model_fsdp*")):
-                load_cut_adapter(forward.unwrapped(model or self.model_wrapped), resume_from_checkpoint)
+                load_sharded_adapter(forward.unwrap_model(model or self.model_wrapped), resume_from_checkpoint)
                 return
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load as Trainer does. Raises InputError for files of another optimizer or model."""
-        with loading(checkpoint):
+        with input_error_on_load(checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_best_model(self) -> None:

@@ -1,4 +1,4 @@
-"""The state that a run continues from, besides weights, optimizer and Trainer's own: means, buffers, rollouts, rounds.
+"""State of a run in addition to weights, optimizer and the state of Trainer, such as buffers, rollouts and rounds.
 
 The trainer has one mapping of names to `Stateful` objects. A checkpoint stores all of them in one file, and they are
 loaded in one place.
@@ -14,21 +14,21 @@ import torch
 from ..errors import InputError
 
 FILE = "stateful.pt"
-"""In a checkpoint: {name: state}."""
+"""File of a checkpoint with the mapping of names to states."""
 
 
 class Stateful(Protocol):
-    """State that a checkpoint stores. All ranks call all methods."""
+    """Object whose state a checkpoint stores. All ranks call all methods."""
 
     required: bool
     """Whether a checkpoint without this state cannot be resumed."""
 
     def reset(self) -> None:
-        """Set the state with which a run starts."""
+        """Set the initial state of a run."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state: tensors, numbers, texts, and lists or dicts of them. That of the first rank is stored."""
+        """Return the state: tensors, numbers, strings, and lists or dicts of them. The first rank's state is stored."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -36,29 +36,40 @@ class Stateful(Protocol):
         ...
 
 
-def save(objects: Mapping[str, Stateful], folder: str, writes: bool) -> None:
-    """Store the states of all objects in a checkpoint. `writes` on the rank that writes files."""
-    states = {name: each.state_dict() for name, each in objects.items()}
-    if writes and states:
+def save(objects: Mapping[str, Stateful], folder: str, should_write: bool) -> None:
+    """Store the states of all objects in a checkpoint.
+
+    Args:
+        objects: The objects by name.
+        folder: Folder of the checkpoint.
+        should_write: Whether this rank writes files.
+    """
+    states = {name: stateful.state_dict() for name, stateful in objects.items()}
+    if should_write and states:
         torch.save(states, Path(folder, FILE))
 
 
 def load(objects: Mapping[str, Stateful], folder: str | None) -> None:
-    """Load the states of all objects from a checkpoint, or reset them where `folder` is None.
+    """Load the states of all objects from a checkpoint, or reset them.
 
-    Raises InputError for a checkpoint without a state that is required.
+    Args:
+        objects: The objects by name.
+        folder: Folder of the checkpoint. If None, the run starts from the initial states.
+
+    Raises:
+        InputError: If the checkpoint lacks a required state.
     """
     states = read(folder) if folder is not None else {}
-    for name, each in objects.items():
-        each.reset()
+    for name, stateful in objects.items():
+        stateful.reset()
         if name in states:
-            each.load_state_dict(states[name])
-        elif folder is not None and each.required:
-            raise InputError(f"{folder} has no state of {name}: it was written by a run without it")
+            stateful.load_state_dict(states[name])
+        elif folder is not None and stateful.required:
+            raise InputError(f"{folder} has no state of {name}. Resume a checkpoint of a run with {name}")
 
 
 def read(folder: str | os.PathLike[str]) -> dict[str, dict[str, Any]]:
-    """Return the states in a checkpoint by name, with tensors on the CPU."""
+    """Return the states in a checkpoint by name, with tensors on CPU."""
     file = Path(folder, FILE)
     if not file.exists():
         return {}

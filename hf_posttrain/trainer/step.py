@@ -12,7 +12,7 @@ from transformers.trainer_utils import has_length
 
 from ..batching.micro_batch import Batch, MicroBatch
 from ..engines import engine
-from ..engines.duplicate_mask import weigh_rows
+from ..engines.duplicate_mask import mask_duplicate_rows
 from ..errors import InputError
 from ..generation import rollout
 from ..scoring import forward, neftune
@@ -22,7 +22,7 @@ from .interface import TrainerInterface
 from .router_loss import balancing_loss
 
 
-def as_written(args: PostTrainConfig) -> AbstractContextManager[Any]:
+def run_eagerly(args: PostTrainConfig) -> AbstractContextManager[Any]:
     """Inside, compiled layers run as they are written: in generation every token is another shape, and a check in
     float32 another dtype.
     """
@@ -50,7 +50,7 @@ class StepMixin(TrainerInterface):
             return [], None
         batches = self.prepare_window(batches)
         for batch in batches:
-            self.pace.count(batch.router_weights.to(device))
+            self.throughput.count(batch.router_weights.to(device))
         units = torch.as_tensor(sum(self.weights(batch).sum() for batch in batches)).to(device).float()
         if self.args.average_tokens_across_devices and self.args.world_size > 1:
             units = self.accelerator.gather(units).sum()
@@ -58,7 +58,7 @@ class StepMixin(TrainerInterface):
 
     def next_window(self, epoch_iterator: Any, count: int) -> list[Any]:
         """Return the next `count` micro-batches, or those that are left, each with its `row_weights`."""
-        return [weigh_rows(batch, self.accelerator) for batch in islice(epoch_iterator, count)]
+        return [mask_duplicate_rows(batch, self.accelerator) for batch in islice(epoch_iterator, count)]
 
     def _prepare_inputs(self, inputs: Batch) -> Batch:  # type: ignore[override]
         """Move a batch to the device. HF's method also casts floats to DeepSpeed's dtype, which rounds scores."""
@@ -66,19 +66,19 @@ class StepMixin(TrainerInterface):
 
     def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, **options: Any) -> list[list[int]]:
         """`rollout.generate` with the policy; ranks may bring different numbers of prompts, but all must call it."""
-        plain = as_written(self.args)
-        whole = engine.whole_weights(self.model_wrapped, self.accelerator)
+        plain = run_eagerly(self.args)
+        whole = engine.gather_policy(self.model_wrapped, self.accelerator)
         with self.accelerator.autocast(), plain, whole as model:
             ends = self.terminal_ids
             pad_id = self.tokenizer.pad_token_id
-            see = self.data_collator.pictures
+            see = self.data_collator.vision_inputs
             return rollout.generate(model, prompts, max_new_tokens, ends, pad_id, see=see, **options)
 
     def score(
         self, model: nn.Module, batch: MicroBatch, tile: TileFunction, weights: Tensor | None = None
     ) -> forward.Scores:
         """`forward.score`, with the router's logits where their loss is on, and NEFTune's noise."""
-        noise = self.args.neftune_noise_alpha if forward.unwrapped(model).training else None
+        noise = self.args.neftune_noise_alpha if forward.unwrap_model(model).training else None
         with neftune.embedding_noise(model, batch, noise) if noise else nullcontext():
             return forward.score(model, batch, tile, weights, router_logits=self.router_coef > 0)
 
@@ -99,7 +99,7 @@ class StepMixin(TrainerInterface):
         """The one place where a loss is reduced: sum over units / units of the window over all ranks."""
         losses = self.losses(model, inputs)
         items = num_items_in_batch if num_items_in_batch is not None else losses.weights.sum()
-        loss = losses.summed / torch.as_tensor(items).clamp(min=1)
+        loss = losses.total / torch.as_tensor(items).clamp(min=1)
         self.meters["train"].add_losses(losses)
         if self.args.average_tokens_across_devices:
             loss = loss * self.accelerator.num_processes  # the engines average gradients over ranks
@@ -118,6 +118,6 @@ class StepMixin(TrainerInterface):
     ) -> Tensor:
         """HF's; the guard looks at the loss later, without waiting for the device."""
         loss = super().training_step(model, inputs, num_items_in_batch)
-        self.guard.note(loss, self.state.global_step + 1, inputs)
+        self.anomaly_monitor.note(loss, self.state.global_step + 1, inputs)
         self.has_trained = True
         return loss

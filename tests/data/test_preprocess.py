@@ -120,7 +120,7 @@ def test_a_stream_has_nothing_to_cache(folder, capsys):
     [
         ("train.max_lenght=3", "command line: unknown key train.max_lenght"),
         ("train.fsdp=[1]", "command line: train.fsdp must be"),
-        ("train.merge_lora=true", "command line: train.merge_lora: true needs model.lora"),
+        ("train.merge_lora=true", "command line: train.merge_lora requires an adapter. Set model.lora"),
         ("data.train.columns={completion: answer}", "no column 'answer'"),
         ("data.train.path=bad.jsonl", "command line: train (bad.jsonl), row 0 (line 1): column 'completion': expected"),
     ],
@@ -236,7 +236,7 @@ def test_progress_is_shown_by_the_first_process_alone(monkeypatch):
     for rank in ("0", "1"):
         monkeypatch.setenv("LOCAL_RANK", rank)
         monkeypatch.setenv("HF_DATASETS_DISABLE_PROGRESS_BARS", "0")
-        monkeypatch.setattr(run, "PATIENCE", 0)
+        monkeypatch.setattr(run, "ERROR_DELAY", 0)
         run.main(["none.yaml"])
         assert os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] == rank
 

@@ -67,7 +67,7 @@ def test_nothing_left_is_told(tmp_path):
     ):  # fmt: skip
         with pytest.raises(InputError, match=f"train, row 0: .*a turn has {name}: {value!r}, expected {expected}"):
             prepared("chatml", marked(1, **{name: value}), tmp_path, train_on="assistant")
-    with pytest.raises(InputError, match=r"train, row 0: .*all that it wrote is left out .weight: 0"):
+    with pytest.raises(InputError, match=r"train, row 0: .*all that it wrote is excluded .weight: 0"):
         prepared("chatml", marked(1, 3, 5, weight=0), tmp_path, train_on="assistant")
 
 
@@ -75,7 +75,7 @@ def test_nothing_left_is_told(tmp_path):
     ("options", "message"),
     [
         ({"train_on": "user"}, "train_on='user' is not one of all, assistant, last"),
-        ({"train_on": "all", "assistant_only_loss": True}, "train_on: all contradicts assistant_only_loss"),
+        ({"train_on": "all", "assistant_only_loss": True}, "train_on: all cannot be combined with assistant_only_loss"),
     ],
 )
 def test_contradictions_are_refused(options, message, tmp_path):

@@ -263,7 +263,7 @@ def test_kernels_that_liger_does_not_know_are_refused():
     args = SimpleNamespace(use_liger_kernel=True, liger_kernel_config={"swigul": False}, torch_compile=False)
     with pytest.raises(InputError, match="Liger has no swigul for Qwen3ForCausalLM; did you mean 'swiglu'"):
         acceleration.apply_liger_and_compile(tiny_model(), args)
-    with pytest.raises(InputError, match="is no mapping of kernels"):
+    with pytest.raises(InputError, match="must be a mapping of kernels"):
         SFTConfig(output_dir="o", use_cpu=True, use_liger_kernel=True, liger_kernel_config=["rope"])
 
 

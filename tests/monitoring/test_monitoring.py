@@ -261,8 +261,8 @@ def test_names_are_checked_without_torch():
 
 @pytest.mark.parametrize(
     ("given", "message"),
-    [("nam", "stop_on: there is no 'nam'; did you mean 'nan'"), (["nan", "label_leek"], "did you mean 'label_leak'"),
-     ("kl_zero", "stop_on: kl_zero is no symptom of dpo, which has nan, no_learning, label_leak, chosen_falling")],
+    [("nam", "stop_on: 'nam' is not a warning; did you mean 'nan'"), (["nan", "label_leek"], "did you mean 'label_leak'"),
+     ("kl_zero", "stop_on: kl_zero is not a warning of method dpo. Use nan, no_learning, label_leak, chosen_falling")],
 )  # fmt: skip
 def test_names_that_do_not_exist_are_refused(given, message, tmp_path):
     with pytest.raises(InputError, match=message):

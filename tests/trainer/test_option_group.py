@@ -174,7 +174,7 @@ def test_an_error_of_an_old_name_has_its_place(tmp_path, monkeypatch):
     (tmp_path / "recipe.yaml").write_text(RECIPE.format(method="opd") + "  horizon: 4000\n")
     with pytest.raises(InputError, match=r"recipe.yaml:7: train.rollouts.train_max_tokens=4000 must be from 1 to"):
         load_recipe("recipe.yaml")
-    with pytest.raises(InputError, match=r"recipe.yaml:7: train.rollouts\.train_max_tokens is given .*: remove h"):
+    with pytest.raises(InputError, match=r"recipe.yaml:7: train.rollouts\.train_max_tokens is also set .*\. Remove h"):
         load_recipe("recipe.yaml", ["train.rollouts={train_max_tokens: 3}"])
     with pytest.raises(InputError, match=r"^command line: train.vllm_mode is only valid with rollout: vllm"):
         load_recipe("recipe.yaml", ["train.vllm_mode=server"])

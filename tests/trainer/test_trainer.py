@@ -231,7 +231,7 @@ def test_a_best_metric_that_does_not_exist_is_told(tmp_path):
                 trainer.train()
         else:
             trainer.train()
-    with pytest.raises(InputError, match="exact match is measured with eval_exact_match: true"):
+    with pytest.raises(InputError, match="requires eval_exact_match: true"):
         SFTConfig(output_dir=str(tmp_path), metric_for_best_model="eval_exact_match")
 
 
@@ -468,18 +468,18 @@ def test_sampling_by_length_works(method, tmp_path):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1 cannot be honoured"),
-        ({"lr_scheduler_type": "constant", "warmup_steps": 3}, "use constant_with_warmup"),
-        ({"chat_template_kwargs": {"enable_thinking": "no"}}, "'no' is a text, which templates take for true"),
-        ({"use_liger_kernel": True, "liger_kernel_config": {"cross_entropy": True}}, "take the place of our head"),
-        ({"use_liger_kernel": True, "torch_compile": True}, "keep one of the two"),
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1 is not supported"),
+        ({"lr_scheduler_type": "constant", "warmup_steps": 3}, "Use constant_with_warmup"),
+        ({"chat_template_kwargs": {"enable_thinking": "no"}}, "'no' is a string, which templates treat as true"),
+        ({"use_liger_kernel": True, "liger_kernel_config": {"cross_entropy": True}}, "would replace the head, which is already fused"),
+        ({"use_liger_kernel": True, "torch_compile": True}, "Remove one of the two"),
         ({"layout": "rows"}, "is not one of"),
         ({"activation_checkpointing_kwargs": {"offload": True}}, "moves activations off a GPU"),
         ({"activation_checkpointing_kwargs": "true"}, "expected a mapping, found 'true'"),
-        ({"max_length": 1}, "need 2 tokens"), ({"router_aux_loss_coef": 0.1}, "this model has no load-balancing loss"),
-        ({"bf16_full_eval": True}, "rounds the weights themselves"), ({"fp16_full_eval": True}, "cannot be honoured"),
-        ({"include_num_input_tokens_seen": "non_padding"}, "use all"), ({"max_grad_norm": None}, "0 is what leaves"),
-        ({"auto_find_batch_size": True}, "HF goes on with trained weights from step 0"),
+        ({"max_length": 1}, "must be at least 2"), ({"router_aux_loss_coef": 0.1}, "this model has no load-balancing loss"),
+        ({"bf16_full_eval": True}, "casts the weights that are trained afterwards"), ({"fp16_full_eval": True}, "is not supported"),
+        ({"include_num_input_tokens_seen": "non_padding"}, "Use all"), ({"max_grad_norm": None}, "Use 0 to disable"),
+        ({"auto_find_batch_size": True}, "Trainer restarts at step 0 with trained weights"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_honoured_raises(config, message, tmp_path):
@@ -544,7 +544,7 @@ def test_arguments_of_other_trainers_get_an_answer(tmp_path):
 def test_a_method_that_only_trls_trainers_would_call_is_refused():
     named = {"dpo_loss": "losses", "_prepare_dataset": "prepare", "generate_on_policy_outputs": "generate"}
     for name, instead in named.items():
-        with pytest.raises(InputError, match=f"Mixin.{name}: nothing here calls this .*: override `{instead}`"):
+        with pytest.raises(InputError, match=f"Mixin.{name}: PostTrainer does not call this method of TRL. Override `{instead}`"):
             type("Own", (type("Mixin", (), {name: lambda self: None}), DPOTrainer), {})
 
 
@@ -945,7 +945,7 @@ def test_a_generation_config_that_replaces_the_models_is_saved(own, temperature,
 
 
 def test_batch_rebalance_is_refused(tmp_path):
-    with pytest.raises(InputError, match="use random or group_by_length"):
+    with pytest.raises(InputError, match="Use random or group_by_length"):
         trainer_for("sft", tiny_model(), token_rows("sft"), tmp_path, train_sampling_strategy="batch_rebalance")
 
 
@@ -1136,7 +1136,7 @@ def test_the_best_checkpoint_is_kept_however_the_resumed_one_is_spelled(tmp_path
 
 
 def test_evaluations_between_saves_are_refused_where_the_best_is_loaded(tmp_path):
-    with pytest.raises(InputError, match=r"of save_steps=4, eval_steps=2 what is evaluated between saves could not be"):
+    with pytest.raises(InputError, match=r"requires a checkpoint at each evaluation, not save_steps=4 and eval_steps=2"):
         trainer_for("sft", tiny_model(), token_rows("sft"), tmp_path, **BEST_IS_FIRST | {"save_steps": 4})
 
 
