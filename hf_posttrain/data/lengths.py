@@ -221,7 +221,11 @@ def check_completions(rows: AnyDataset, tokenizer: PreTrainedTokenizerBase, reas
     if not lengths.all():
         prompt = tokenizer.decode(rows[int(lengths.argmin())]["prompt_ids"], skip_special_tokens=True)
         count = f"{(lengths == 0).sum()} of {len(rows)} rows have no completion, or a wrong one"
-        fix = "Remove these rows" if lengths.any() else "Name the column that has it, for instance {completion: answer}"
+        fix = (
+            "Remove these rows"
+            if lengths.any()
+            else "Name the column that has it, as in `columns: {completion: answer}`"
+        )
         raise InputError(f"{reason}. {count} (the first prompt: {short_repr(prompt)}). {fix}")
 
 

@@ -1,7 +1,7 @@
-"""What a row holds for its teacher: which of several it is, and the prompt that it reads where that is another one.
+"""Columns of rows that teachers read: the name of a row's teacher, and the prompt of a teacher with another prompt.
 
-A privileged prompt is a Jinja template over the row's columns. What it writes takes the place of the prompt's text, in
-a chat of that of the last user turn; inside, `prompt` is that text.
+A privileged prompt is a Jinja template over the columns of the row, in which `prompt` is the text of the prompt. The
+rendered text replaces the text of the prompt; in a chat, it replaces the text of the last user turn.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,22 +14,22 @@ from transformers import PreTrainedTokenizerBase
 
 from ..errors import InputError, error_context, join_names, name_hint, short_repr
 from .formats import Sample
-from .messages import check_unicode
+from .messages import Messages, check_unicode
 
 TEACHER_COLUMNS = ("teacher", "teacher_prompt_ids")
-"""Of prepared rows: a name; and ids, none where the teacher reads the student's own prompt."""
+"""Columns of prepared rows: a teacher's name, and its prompt, which is empty if it reads the prompt of the student."""
 
 
 class TeacherPlan(NamedTuple):
-    """What a Config asks of rows for its teachers: plain values, so that `datasets` can fingerprint them."""
+    """The options of a Config that determine the rows for its teachers. `datasets` fingerprints the plain values."""
 
-    names: tuple[str, ...]  # of several
+    names: tuple[str, ...]  # of several teachers, otherwise empty
     prompts: Mapping[str, str]  # name (or "") -> template
-    tokenizers: Mapping[str, PreTrainedTokenizerBase]  # name (or "") -> that of a teacher with its own
+    tokenizers: Mapping[str, PreTrainedTokenizerBase]  # name (or "") -> tokenizer of a teacher with another tokenizer
 
 
-def build_teacher_plan(config: Any) -> TeacherPlan | None:
-    """What a Config asks of rows, if anything."""
+def build_teacher_plan(config: object) -> TeacherPlan | None:
+    """Return the plan for the teachers of a Config, or None if rows need nothing for them."""
     options = getattr(config, "teacher", None)
     if options is None:
         return None
@@ -38,62 +38,77 @@ def build_teacher_plan(config: Any) -> TeacherPlan | None:
     tokenizers = by_teacher(options.tokenizer)
     if not (names or prompts or tokenizers):
         return None
-    return TeacherPlan(names, prompts, {name: _tokenizer(path) for name, path in tokenizers.items()})
+    return TeacherPlan(names, prompts, {name: _load_tokenizer(path) for name, path in tokenizers.items()})
 
 
-def by_teacher(given: object) -> dict[str, Any]:
-    """What is given for one teacher, under "", or for several by name; {} of None."""
-    if given is None:
+def by_teacher(value: object) -> dict[str, Any]:
+    """Return the value of an option as {name of a teacher: value}.
+
+    The name is "" if the option has a single value, and the result is empty for None.
+    """
+    if value is None:
         return {}
-    return dict(given) if isinstance(given, Mapping) else {"": given}
+    return dict(value) if isinstance(value, Mapping) else {"": value}
 
 
 @cache
-def _tokenizer(path: str) -> PreTrainedTokenizerBase:
+def _load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     try:
-        # without the argument transformers asks on the terminal, and runs the folder's code if the answer is yes
+        # without `trust_remote_code`, transformers asks on the terminal whether to run code of the folder
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        first = str(error).strip().partition("\n")[0]
-        raise InputError(f"teacher.tokenizer: {path} has no tokenizer that can be read: {first}") from error
+        first_line = str(error).strip().partition("\n")[0]
+        raise InputError(f"teacher.tokenizer: cannot load the tokenizer of {path}: {first_line}") from error
 
 
-def raw_teacher_columns(config: Any, columns: Sequence[str]) -> set[str]:
-    """Those of the raw columns that are read for teachers."""
+def raw_teacher_columns(config: object, columns: Sequence[str]) -> set[str]:
+    """Return the raw columns that are read for the teachers of a Config."""
     plan = build_teacher_plan(config)
     if plan is None:
         return set()
-    wanted = {*TEACHER_COLUMNS} if plan.names else {TEACHER_COLUMNS[1]}
+    used = {*TEACHER_COLUMNS} if plan.names else {TEACHER_COLUMNS[1]}
     for template in plan.prompts.values():
-        wanted |= meta.find_undeclared_variables(_environment().parse(template))
-    return wanted & {*columns}
+        used |= meta.find_undeclared_variables(_environment().parse(template))
+    return used & {*columns}
 
 
 def read_teacher_name(row: Mapping[str, Any], plan: TeacherPlan) -> str:
-    """The name of a row's teacher. Raises InputError where several are named and the row names none of them."""
+    """Return the name of a row's teacher, which is "" for a single teacher.
+
+    Raises InputError if there are several teachers and the row names none of them.
+    """
     if not plan.names:
         return ""
     name = row.get("teacher")
     if name is None:
-        raise InputError(f"column 'teacher': missing or null, and each row names one of {', '.join(plan.names)}")
+        raise InputError(f"column 'teacher': missing or null. Name one of {', '.join(plan.names)} in each row")
     if name not in plan.names:
-        raise InputError(f"column 'teacher': {short_repr(name)} is none of the teachers{name_hint(str(name), plan.names)}")
+        raise InputError(f"column 'teacher': unknown teacher {short_repr(name)}{name_hint(str(name), plan.names)}")
     return str(name)
 
 
 def teacher_sample(row: Mapping[str, Any], sample: Sample, plan: TeacherPlan, teacher: str) -> Sample | None:
-    """The raw sample of the prompt that a teacher reads; None where it is the student's own.
+    """Return the raw sample with the prompt that a teacher reads, or None if it reads the prompt of the student.
 
-    Raises InputError where a template cannot be rendered, and for rows without a prompt.
+    Args:
+        row: The raw row.
+        sample: The raw sample of the row.
+        plan: The plan for all teachers.
+        teacher: Name of the teacher.
+
+    Raises:
+        InputError: If the template cannot be rendered, or if the sample has no prompt.
     """
     template = plan.prompts.get(teacher)
     if template is None and teacher not in plan.tokenizers:
         return None
     if sample.prompt is None:
-        wanting = "a teacher with a prompt or a tokenizer of its own wants rows with a prompt"
-        raise InputError(f"{wanting}: give prompt and completion, not a whole text or conversation")
+        raise InputError(
+            "a teacher with its own prompt or tokenizer requires rows with a prompt. Split whole texts and "
+            "conversations into prompt and completion"
+        )
     prompt = sample.prompt
     if template is not None:
         with error_context("teacher prompt"):
@@ -101,28 +116,31 @@ def teacher_sample(row: Mapping[str, Any], sample: Sample, plan: TeacherPlan, te
     return sample._replace(prompt=prompt, branches=[], label=None, mask=None)
 
 
-def _render_prompt(template: str, row: Mapping[str, Any], prompt: Any) -> Any:
-    """The prompt with what the template writes in place of its text."""
-    turn = None
-    if not isinstance(prompt, str):
-        users = [n for n, turn in enumerate(prompt) if turn["role"] == "user"]
-        if not users:
-            raise InputError("the prompt has no turn of a user that it could take the place of")
-        turn = users[-1]
-    text = prompt if turn is None else prompt[turn]["content"]
+def _render_prompt(template: str, row: Mapping[str, Any], prompt: str | Messages) -> str | Messages:
+    """Return the prompt with its text replaced by the rendered template."""
+    if isinstance(prompt, str):
+        text = prompt
+    else:
+        user_turns = [n for n, message in enumerate(prompt) if message["role"] == "user"]
+        if not user_turns:
+            raise InputError("the prompt has no user turn, whose text the template replaces")
+        turn = user_turns[-1]
+        text = prompt[turn]["content"]
+
     try:
-        given = {column: value for column, value in row.items() if value is not None}
-        written = _environment().from_string(template).render({**given, "prompt": text})
-    except Exception as error:  # a template is a program, and raises what it likes
-        known = join_names(column for column, value in row.items() if value is not None)
-        said = " ".join(str(error).split())[:300].rstrip(".")
-        raise InputError(f"{said}; the row has {known}") from error
-    if not written.strip():
-        raise InputError("the template writes nothing for this row")
-    check_unicode(written, "its text")
-    if turn is None:
-        return written
-    return [*prompt[:turn], prompt[turn] | {"content": written}, *prompt[turn + 1 :]]
+        variables = {column: value for column, value in row.items() if value is not None}
+        rendered = _environment().from_string(template).render({**variables, "prompt": text})
+    except Exception as error:  # a template is a program that may raise any exception
+        columns = join_names(column for column, value in row.items() if value is not None)
+        problem = " ".join(str(error).split())[:300].rstrip(".")
+        raise InputError(f"{problem}; the row has {columns}") from error
+    if not rendered.strip():
+        raise InputError("the template renders to an empty text for this row")
+    check_unicode(rendered, "its text")
+
+    if isinstance(prompt, str):
+        return rendered
+    return [*prompt[:turn], prompt[turn] | {"content": rendered}, *prompt[turn + 1 :]]
 
 
 @cache

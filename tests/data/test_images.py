@@ -204,7 +204,7 @@ def test_a_placeholder_in_an_answer_is_text():
 def test_a_problem_names_its_picture_once():
     with pytest.raises(InputError) as caught:
         get_image_reader(attach_image_reader(processor_of("qwen3_vl"))).expansion({"path": __file__, "bytes": None})
-    assert str(caught.value) == f"{__file__}: is no picture that PIL reads"
+    assert str(caught.value) == f"{__file__}: not an image that PIL can read"
 
 
 def test_prepared_ids_come_with_their_pictures():
@@ -230,25 +230,25 @@ def test_photographs_stand_upright(tmp_path):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"messages": [user(image("https://a.b/c.png")), *said("yes")]}, "nothing is fetched while training"),
-        ({"messages": [user(image(__file__)), *said("yes")]}, "is no picture that PIL reads"),
-        ({"messages": [user("What?"), *said("yes")], "images": [7]}, "expected a picture"),
+        ({"messages": [user(image("https://a.b/c.png")), *said("yes")]}, "images are not downloaded"),
+        ({"messages": [user(image(__file__)), *said("yes")]}, "not an image that PIL can read"),
+        ({"messages": [user("What?"), *said("yes")], "images": [7]}, "expected an image"),
         ({"messages": [user(image(), image()), *said("yes")], "images": [LOGO]},
-         "2 places without a picture of their own, and 1 pictures"),
-        ({"messages": [user(image(), "x"), *said("yes")]}, "1 places without a picture of their own, and 0 pictures"),
+         "2 image parts without an image, and 1 images"),
+        ({"messages": [user(image(), "x"), *said("yes")]}, "1 image parts without an image, and 0 images"),
         ({"messages": [{"role": "user", "content": "<image> <image>"}, *said("yes")], "images": [LOGO]},
-         "it has 1 pictures, and the text 2 <image>"),
+         "it has 1 images, and the text 2 <image>"),
         ({"messages": [user(image(LOGO), "<|image_pad|>"), *said("yes")]}, "the chat template writes 2 image tokens"),
         ({"messages": [user("<|image_pad|>"), *said("yes")]}, "take the token of pictures out of the text"),
         ({"prompt": "What?", "completion": "yes", "images": [LOGO]}, "a row with pictures needs messages"),
         ({"messages": [user(f"a{MARK}"), *said("yes")]}, "U.FDD0"),
-        ({"messages": [user("What?"), *said("yes")], "images": [LOGO, None]}, "a picture is null"),
-        ({"messages": [user("What?"), *said("yes")], "images": [LOGO], "image": LOGO}, "put all into one"),
+        ({"messages": [user("What?"), *said("yes")], "images": [LOGO, None]}, "an image is null"),
+        ({"messages": [user("What?"), *said("yes")], "images": [LOGO], "image": LOGO}, "Put all into one"),
         ({"text": "What is it?", "image": LOGO}, "a row with pictures needs messages"),
         ({"messages": [{"role": "user", "content": "<image>What?"}, *said("yes")], "images": []},
-         "the text has 1 <image>, and the row has no picture"),
+         "the text has 1 <image>, and the row has no image"),
         ({"messages": [user(image(LOGO), "<image> What?"), *said("yes")]},
-         "the text has 1 <image>, and its pictures are parts of contents already"),
+         "the text has 1 <image>, and its images are parts of contents already"),
         ({"messages": [user(image(written(lambda file: Image.new("RGB", (2000, 3)).save(file, "PNG"))), "What?"),
                        *said("yes")]}, "aspect ratio"),
         ({"messages": [user(image(PHOTO_HALF), "What?"), *said("yes")]}, "bytes: image file is truncated"),
@@ -281,7 +281,7 @@ def test_whole_conversations_share_their_pictures():
     found, _ = prepared([{"chosen": [asked, *said("good")], "rejected": [asked, *said("bad")]}] * 2, "dpo")
     assert len(found[0]["images"]) == 1
     other = user(image(PHOTO), "What?")
-    with pytest.raises(InputError, match="their conversations have other pictures"):
+    with pytest.raises(InputError, match="their conversations have different images"):
         prepared([{"chosen": [asked, *said("good")], "rejected": [other, *said("bad")]}] * 2, "dpo")
 
 
