@@ -181,7 +181,7 @@ def run(recipe: Recipe) -> dict[str, float]:
     # the first process says what the data hold, and what in them would ruin training
     audits = audit_data(recipe, raw, tokenizer, config) if config.process_index == 0 else {}
     for audit in audits.values():
-        logger.info("%s", audit.short())
+        logger.info("%s", audit.summary())
     found_wrong = [warning for audit in audits.values() for warning in audit.warnings()]
     for warning in found_wrong:
         logger.warning("%s", warning)
@@ -191,7 +191,7 @@ def run(recipe: Recipe) -> dict[str, float]:
         disable_unneeded_checkpointing(recipe, config, trainer_class, rows)
     # from here on files are written and weights loaded
     parts.make_output_dir(recipe, config)
-    with output_dir.locked(config):
+    with output_dir.exclusive_access(config):
         trainer = trainer_class(
             args=config,
             processing_class=tokenizer,
@@ -217,7 +217,7 @@ def train(trainer: Any, recipe: Recipe) -> dict[str, float]:
     args = trainer.args
     metrics = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint).metrics
     # a run ends in one of three ways: the machine is taken away, a warning stops it, it is finished
-    if trainer.preemption.happened and not trainer.stopped:
+    if trainer.preemption.preempted and not trainer.stopped:
         way = "the same command with train.resume_from_checkpoint=auto"
         if not trainer.state.global_step:
             way = "the same command"

@@ -13,12 +13,12 @@ from transformers import PreTrainedTokenizerBase
 
 from ..data.audit import DataAudit, audit_datasets
 from ..data.dataset_type import AnyDataset
-from ..data.lengths import check_fills_step, tokens_of
+from ..data.lengths import check_fills_step, tokens_per_row
 from ..data.prepare import columns_read
 from ..data.sources import load
 from ..engines import launch
 from ..errors import InputError, error_context
-from ..generation.exact_match import answerable
+from ..generation.exact_match import prompts_with_answers
 from ..trainer.base import PostTrainer
 from ..trainer.config import PostTrainConfig
 from .sections import Recipe
@@ -36,10 +36,10 @@ def prepare_data(
     with launch.main_process_first(config):
         for name, sources in recipe.data.splits():
             with error_context(recipe.where(f"data.{name}.path")), _naming_line(sources):
-                raw[name] = load(sources, name, partial(columns_read, method=recipe.reads, config=config))
+                raw[name] = load(sources, name, partial(columns_read, method=recipe.data_method, config=config))
                 rows[name] = trainer_class.prepare(raw[name], tokenizer, config, _with_file(name, sources))
                 if name == "eval" and config.eval_exact_match:
-                    answerable(rows[name])
+                    prompts_with_answers(rows[name])
                 if name == "train" and recipe.rounds is None:
                     check_fills_step(rows[name], config)
     return rows, raw
@@ -50,7 +50,7 @@ def audit_data(
 ) -> dict[str, DataAudit]:
     """{"train": what was made of its rows, "eval": ...}, from the cache that `prepare_data` has filled."""
     names = {key.removeprefix("data."): name for key, name in dataset_names(recipe).items()}
-    return audit_datasets(raw, recipe.reads, tokenizer, config, names)
+    return audit_datasets(raw, recipe.data_method, tokenizer, config, names)
 
 
 def dataset_names(recipe: Recipe) -> dict[str, str]:
@@ -64,7 +64,7 @@ def summarize_rows(rows: AnyDataset) -> str:
         return "a stream, which is tokenised as it is read: nothing to cache"
     ids = [column for column in rows.column_names if column.endswith("_ids") and column != "mismatch_ids"]
     folders = sorted({str(Path(file["filename"]).parent) for file in rows.cache_files})
-    return f"{len(rows)} rows, {tokens_of(rows, ids).sum()} tokens, cached in {', '.join(folders)}"
+    return f"{len(rows)} rows, {tokens_per_row(rows, ids).sum()} tokens, cached in {', '.join(folders)}"
 
 
 @contextmanager

@@ -18,10 +18,10 @@ from tokenizers_for_tests import byte_tokenizer
 from training_for_tests import names_where
 
 from hf_posttrain.data import audit as audit_module
-from hf_posttrain.data.audit import Tally, Truncation, audits
-from hf_posttrain.data.prepare import prepare, tokenised
+from hf_posttrain.data.audit import Tally, Truncation, audit_datasets
+from hf_posttrain.data.prepare import prepare, tokenize_dataset
 from hf_posttrain.data.row_schema import PREFERENCE, PROMPTS, SUPERVISED, UNPAIRED
-from hf_posttrain.data.sources import _times
+from hf_posttrain.data.sources import _apply_weight
 from hf_posttrain.methods import METHODS, config_class, trainer_class
 
 ANSWERED = names_where(lambda method: not method.rows.sampled)
@@ -44,7 +44,7 @@ def audited(tmp_path):
     def made(method, rows, name="train", **options):
         rows = datasets.Dataset.from_list(rows) if isinstance(rows, list) else rows
         config = config_for(method, tmp_path, **options)
-        return audits({name: rows}, METHODS[method], byte_tokenizer(), config)[name]
+        return audit_datasets({name: rows}, METHODS[method], byte_tokenizer(), config)[name]
 
     return made
 
@@ -139,7 +139,7 @@ def test_dropped_rows_have_their_reason(audited):
     assert found.lengths["trained"] == {"min": 1, "p50": 1, "p95": 1, "p99": 1, "max": 1, "mean": 1.0}
     assert audited("sft", rows).dropped == [Truncation(2, [2, 4], "no trained token")]
     assert audited("sft", rows[2:3], max_length=3).warnings() == [
-        "train: all 1 examples are dropped, with no trained token: raise max_length"
+        "train: all 1 examples are dropped, because they have no trained token. Raise max_length"
     ]
 
 
@@ -156,12 +156,12 @@ def test_lengths_of_opd_are_those_that_max_length_limits(audited, tmp_path, capl
     """Answers of the data, which are not trained, are neither cut nor counted next to max_length."""
     rows = [{"prompt": "q" * n, "completion": "a" * 30} for n in (1, 3, 9)]
     found = audited("opd", rows, max_length=16, max_completion_length=10)
-    assert found.short() == "train: tokens of prompts p50 3 p95 6 max 6"
+    assert found.summary() == "train: prompt tokens p50 3 p95 6 max 6"
     assert (found.lengths["total"], found.lengths["uncut"]["max"]) == (None, 9)
     assert found.truncated == [Truncation(1, [2], "prompt trimmed")]
     found = audited("opd", rows[2:], max_length=16, max_completion_length=10)
-    remedy = "raise max_length from 16 (10 of them are for the answer, and the longest prompt has 9)"
-    assert found.warnings() == [f"train: 1 of 1 examples are truncated: {remedy} or shorten the rows"]
+    remedy = "Raise max_length from 16 (10 tokens are reserved for the answer, and the longest prompt has 9)"
+    assert found.warnings() == [f"train: 1 of 1 examples are truncated. {remedy} or shorten the rows"]
     config = config_for("opd", tmp_path, max_length=16, max_completion_length=10)
     with caplog.at_level(logging.INFO):
         prepare(datasets.Dataset.from_list(rows), METHODS["opd"], byte_tokenizer(), config)
@@ -185,14 +185,14 @@ def test_trained_tokens_are_counted_while_rows_are_tokenised(method, tmp_path):
     rows = datasets.Dataset.from_list([raw_row(kind, "a", *pair) for pair in answers])
     options = {"max_length": 4} if kind in (SUPERVISED, UNPAIRED) else {}
     config = config_for(method, tmp_path, **options)
-    assert tokenised(rows, METHODS[method], byte_tokenizer(), config)["trained"] == trained
+    assert tokenize_dataset(rows, METHODS[method], byte_tokenizer(), config)["trained"] == trained
 
 
 def test_masked_tokens_of_an_answer_are_not_trained(tmp_path):
     config = config_for("sft", tmp_path)
     rows = datasets.Dataset.from_list([{"input_ids": [5, 6, 7, 8, 9], "labels": [-100, 6, -100, 8, 9]}])
-    assert tokenised(rows, METHODS["sft"], byte_tokenizer(), config)["trained"] == [3]
-    found = audits({"train": rows}, METHODS["sft"], byte_tokenizer(), config)["train"]
+    assert tokenize_dataset(rows, METHODS["sft"], byte_tokenizer(), config)["trained"] == [3]
+    found = audit_datasets({"train": rows}, METHODS["sft"], byte_tokenizer(), config)["train"]
     assert found.lengths["trained"]["max"] == 3
     assert found.lengths["completion"]["max"] == 4
 
@@ -206,7 +206,7 @@ def test_answers_that_differ_beyond_the_cut_train_nothing(audited):
 def test_copies_by_weight_are_no_duplicates(audited):
     once = datasets.Dataset.from_list([{"prompt": p, "completion": "a"} for p in "xyxz"])
     assert audited("sft", once).duplicates == Tally(1, [2])
-    twice = _times(once, SimpleNamespace(path="x", weight=2.5))
+    twice = _apply_weight(once, SimpleNamespace(path="x", weight=2.5))
     assert (len(twice), audited("sft", twice).duplicates.count) == (10, 1)
 
 
@@ -218,12 +218,12 @@ def test_overlap_of_evaluation_with_training(tmp_path, method):
     expected = [n for n, row in enumerate(evaluation) if {(row["prompt"], row[key]) for key in answers} & known]
     config = config_for(method, tmp_path, max_length=20)
     raw = {"train": datasets.Dataset.from_list(train), "eval": datasets.Dataset.from_list(evaluation)}
-    found = audits(raw, METHODS[method], byte_tokenizer(), config)
+    found = audit_datasets(raw, METHODS[method], byte_tokenizer(), config)
     assert found["eval"].overlap == Tally(len(expected), expected[:5])
     assert found["train"].overlap is None
-    assert f"eval: {len(expected)} of 30 examples are in the training set too" in " ".join(found["eval"].warnings())
+    assert f"eval: {len(expected)} of 30 examples are also in the training set" in " ".join(found["eval"].warnings())
     raw["eval"] = datasets.Dataset.from_list([{**row, "prompt": "new"} for row in evaluation])
-    assert audits(raw, METHODS[method], byte_tokenizer(), config)["eval"].overlap == Tally(0, [])
+    assert audit_datasets(raw, METHODS[method], byte_tokenizer(), config)["eval"].overlap == Tally(0, [])
 
 
 def test_it_is_read_from_the_cache_of_training(tmp_path, monkeypatch):
@@ -233,7 +233,7 @@ def test_it_is_read_from_the_cache_of_training(tmp_path, monkeypatch):
     rows = datasets.load_dataset("json", data_files=str(path), split="train")
     trainer_class(METHODS["kto"]).prepare(rows, tokenizer, config, "train (rows.jsonl)")
     monkeypatch.setattr(type(tokenizer), "__call__", lambda *args, **kwargs: pytest.fail("tokenised again"))
-    found = audits({"train": rows}, METHODS["kto"], tokenizer, config, {"train": "train (rows.jsonl)"})
+    found = audit_datasets({"train": rows}, METHODS["kto"], tokenizer, config, {"train": "train (rows.jsonl)"})
     assert found["train"].examples == 60
 
 
@@ -251,8 +251,8 @@ def test_streams_say_that_they_are_not_read_to_the_end(audited, monkeypatch):
     stream = datasets.Dataset.from_list([{"prompt": "q", "completion": "a"}] * 9).to_iterable_dataset()
     found = audited("sft", stream)
     assert (found.rows_read, found.examples, found.streamed, found.duplicates.count) == (3, 3, True, 2)
-    assert found.lines()[0] == "train: 3 rows read as 3 examples (the first of a stream; the rest is not audited)"
-    assert found.short().endswith("2 duplicates, of the first 3 examples of the stream")
+    assert found.lines()[0] == "train: 3 rows read as 3 examples (the beginning of a stream; the rest is not audited)"
+    assert found.summary().endswith("2 duplicates, of the first 3 examples of the stream")
 
 
 def test_prepared_rows_are_audited_as_they_are(tmp_path, audited):
@@ -270,24 +270,24 @@ GOOD = {"prompt": "q", "completion": "answer"}
     ("method", "rows", "options", "warning"),
     [
         ("sft", [{"prompt": "q", "completion": "a" * n} for n in range(1, 9)], {"max_length": 7},
-         "train: 3 of 8 examples lose the end of a completion, which says where to stop: raise max_length from 7 (the"
-         " longest has 10 tokens) or shorten the rows"),
+         "train: 3 of 8 examples lose the end of a completion, from which the model learns to stop. Raise max_length"
+         " from 7 (the longest has 10 tokens) or shorten the rows"),
         ("sft", [{"prompt": "q" * n, "completion": "a"} for n in range(1, 6)], {"max_length": 4},
-         "train: 3 of 5 examples are truncated: raise max_length from 4 (the longest has 7 tokens) or shorten the"
+         "train: 3 of 5 examples are truncated. Raise max_length from 4 (the longest has 7 tokens) or shorten the"
          " rows"),
         ("sft", [{"prompt_ids": [1], "completion_ids": [n], "completion_mask": [n]} for n in (0, 1)], {},
-         "train: 1 of 2 examples are dropped, with no trained token: mend empty answers or masks"),
+         "train: 1 of 2 examples are dropped, because they have no trained token. Fix empty answers or masks"),
         ("sft", [{"text": "ab"}, {"text": "a"}], {"max_length": 2},
-         "train: 2 of 2 examples train a single token: are the columns the right ones? (first rows 0, 1)"),
-        ("sft", [GOOD, GOOD], {}, "train: 1 of 2 examples repeat an earlier one: remove them (first rows 1)"),
+         "train: 2 of 2 examples train a single token. Check that the columns are the right ones (first rows 0, 1)"),
+        ("sft", [GOOD, GOOD], {}, "train: 1 of 2 examples repeat an earlier one. Remove them (first rows 1)"),
         ("dpo", [{"prompt": "q", "chosen": "a", "rejected": "a"}], {},
-         "train: 1 of 1 pairs have the same chosen and rejected answer: remove them (first rows 0)"),
+         "train: 1 of 1 pairs have the same chosen and rejected answer. Remove them (first rows 0)"),
         ("kto", [{**GOOD, "label": True}, {**GOOD, "label": False}], {},
-         "train: 2 of 2 answers are labelled desirable and undesirable: keep one label (first rows 0, 1)"),
+         "train: 2 of 2 answers are labelled desirable and undesirable. Keep one label (first rows 0, 1)"),
         ("kto", [{**GOOD, "prompt": p, "label": True} for p in "pq"], {},
-         "train: 2 desirable and 0 undesirable examples: one label alone does not say what to prefer, both are needed"),
+         "train: 2 desirable and 0 undesirable examples. Training requires both labels. Add examples of the missing one"),
         ("kto", [{**GOOD, "prompt": p, "label": p == "p"} for p in "pqrstu"], {},
-         "train: 1 desirable and 5 undesirable examples, which weigh 0.2 to 1: set train.desirable_weight=auto"),
+         "train: 1 desirable and 5 undesirable examples, whose total weights are 0.2 to 1. Set train.desirable_weight=auto"),
     ],
 )  # fmt: skip
 def test_what_would_ruin_training(audited, method, rows, options, warning):
@@ -330,7 +330,7 @@ def test_lines_and_json(audited):
         "    total               3        5        6        6        6      4.8",
         "    uncut               3        5       11       11       11      6.8",
     ]
-    assert found.short() == "train: tokens p50 5 p95 6 max 6, 1 duplicates, 2 desirable and 3 undesirable"
+    assert found.summary() == "train: tokens p50 5 p95 6 max 6, 1 duplicates, 2 desirable and 3 undesirable"
     as_json = json.loads(json.dumps(dataclasses.asdict(found)))
     assert as_json["truncated"] == [{"count": 2, "first_rows": [3, 4], "reason": "prompt trimmed"}]
     assert as_json["lengths"]["total"] == {"min": 3, "p50": 5, "p95": 6, "p99": 6, "max": 6, "mean": 4.8}

@@ -168,7 +168,7 @@ def test_turns_of_assistants_in_a_row_are_trained_each_with_its_end_and_empty_on
 
 
 def test_text_of_the_system_that_a_template_writes_into_an_answer_is_refused():
-    said = r"writes message 0 \(system\) inside a turn of the assistant's: 'Rule zero.' would be trained"
+    said = r"writes message 0 \(system\) inside a turn of the assistant, so that 'Rule zero.' would be trained"
     with pytest.raises(InputError, match=said):
         spans(family_tokenizer(FAMILIES["gemma3"]), [SYSTEM, FIRST, ONE, SECOND])
     assert len(spans(family_tokenizer(FAMILIES["gemma3"]), [SYSTEM, ONE, FIRST, turn("user", "Answer"), SECOND])) == 2
