@@ -1,6 +1,6 @@
-"""`hf-posttrain data FILE`: what a data file is to each method, and its first example as it would be trained.
+"""The command `hf-posttrain data FILE`, which shows how each method reads a data file, and the first training example.
 
-The file is read as a stream. What reads rows is imported once it is needed, so that --help is quick.
+The file is read as a stream. Heavy imports are deferred, so that --help is quick.
 """
 
 import argparse
@@ -8,7 +8,7 @@ import itertools
 import json
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -23,220 +23,259 @@ from ..recipe.sections import Source
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MAX_ROWS = 100  # that are looked at
+MAX_ROWS = 100
+"""Number of rows that are read."""
 _EXAMPLES = """examples:
   hf-posttrain data mine.jsonl
   hf-posttrain data mine.jsonl prompt=question completion=answer --model Qwen/Qwen3-0.6B
   hf-posttrain data pairs.parquet --split test
 
-exit code: 0 the columns are read as they are; 1 write the `columns:` that are printed into the recipe; 2 the file
-cannot be read, and the text says what to change
+exit code: 0 if the columns are read without changes; 1 if the printed `columns:` must be added to the recipe; 2 if the
+file cannot be read, in which case the output describes what to change
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print what FILE is; returns the exit code. Raises InputError for arguments and files that cannot be read."""
+    """Print the description of the file, and return the exit code.
+
+    Raises:
+        InputError: For invalid arguments, and for a file that cannot be read.
+    """
     parser = argparse.ArgumentParser(
         prog="hf-posttrain data",
-        description="Show the format of a data file, the columns that are read and its first example as it is trained.",
+        description="Show the format of a data file, the columns that are read and the first training example.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("file", metavar="FILE", help="a .jsonl, .json, .csv or .parquet file, a folder or a hub name")
-    parser.add_argument("columns", metavar="ours=theirs", nargs="*", default=[], help="columns of the recipe's source")
-    parser.add_argument("--method", choices=METHODS, help="for this method alone; otherwise for all of them")
-    tokens = "show the example in this model's tokens, and what its chat template does"
-    parser.add_argument("--model", metavar="NAME_OR_FOLDER", help=tokens)
-    shows = "the rows have pictures, and the model sees, as with model.images: true"
-    parser.add_argument("--images", action="store_true", help=shows)
-    parser.add_argument("--image_folder", metavar="FOLDER", help="where relative paths of pictures start")
-    parser.add_argument("--split", default="train", help="split of a hub data set or saved DatasetDict (train)")
-    parser.add_argument("--name", help="the hub data set's configuration")
-    given = parser.parse_intermixed_args(argv)
-    if wrong := next((pair for pair in given.columns if "=" not in pair), None):
-        raise InputError(f"command line: {wrong!r} is not ours=theirs, such as prompt=question")
-    from ..data.prepare import filled_by_arrow, without_filled
+    parser.add_argument(
+        "columns", metavar="NAME=COLUMN", nargs="*", default=[], help="renamed columns, as in the recipe's source"
+    )
+    parser.add_argument("--method", choices=METHODS, help="describe the file for this method only (default: all)")
+    model_help = "show the example in the tokens of this model, and describe its chat template"
+    parser.add_argument("--model", metavar="NAME_OR_FOLDER", help=model_help)
+    parser.add_argument(
+        "--images", action="store_true", help="read rows with images for a vision-language model, as model.images: true"
+    )
+    parser.add_argument("--image_folder", metavar="FOLDER", help="folder that relative image paths start from")
+    parser.add_argument("--split", default="train", help="split of a hub dataset or saved DatasetDict (train)")
+    parser.add_argument("--name", help="configuration of the hub dataset")
+    arguments = parser.parse_intermixed_args(argv)
+    if invalid := next((pair for pair in arguments.columns if "=" not in pair), None):
+        raise InputError(f"command line: {invalid!r} must have the form NAME=COLUMN, such as prompt=question")
+    from ..data.prepare import drop_null_fields, null_filled_columns
     from ..data.sources import load
 
-    columns = dict(pair.split("=", 1) for pair in given.columns)
-    source = Source(given.file, given.name, given.split, columns or None, streaming=True)
+    columns = dict(pair.split("=", 1) for pair in arguments.columns)
+    source = Source(arguments.file, arguments.name, arguments.split, columns or None, streaming=True)
     stream = load(source, "data")
-    filled = filled_by_arrow(stream)
-    rows = [without_filled(row, filled) for row in itertools.islice(stream, MAX_ROWS)]
+    filled = null_filled_columns(stream)
+    rows = [drop_null_fields(row, filled) for row in itertools.islice(stream, MAX_ROWS)]
     if not rows:
-        raise InputError(f"data: {given.file} has no rows")
+        raise InputError(f"data: {arguments.file} has no rows")
+
     tokenizer = None
-    if given.model is not None:
+    if arguments.model is not None:
         from ..models.load import load_tokenizer
 
-        tokenizer = load_tokenizer(ModelSection(given.model, images=given.images))
-    # of a model that is not known, some id stands for pictures
-    seen = {"image_ids": (-1,) if given.images else (), "image_folder": given.image_folder}
-    methods = [given.method] if given.method else list(METHODS)
-    lines, code = describe_file(rows, given.file, methods, columns, tokenizer, seen)
+        tokenizer = load_tokenizer(ModelSection(arguments.model, images=arguments.images))
+    # the image token of an unknown model is represented by an arbitrary id
+    image_options = {"image_ids": (-1,) if arguments.images else (), "image_folder": arguments.image_folder}
+    methods = [arguments.method] if arguments.method else list(METHODS)
+    lines, code = describe_file(rows, arguments.file, methods, columns, tokenizer, image_options)
     if tokenizer:
-        from ..data.template_report import traps
+        from ..data.template_report import describe_template
 
-        lines += ["chat template:", *(f"  {line}" for line in traps(tokenizer))]
+        lines += ["chat template:", *(f"  {line}" for line in describe_template(tokenizer))]
     print_output("\n".join(lines))
     return code
 
 
 def describe_file(
-    rows: list[dict],
+    rows: list[dict[str, Any]],
     name: str,
     methods: Sequence[str],
-    columns: dict,
+    columns: Mapping[str, str],
     tokenizer: "PreTrainedTokenizerBase | None",
-    seen: dict[str, Any],
-) -> tuple[list, int]:
-    """(lines, exit code) of the first rows of a data set, in which `columns` {ours: theirs} have our names. seen: what
-    a `Plan` has of pictures.
+    image_options: Mapping[str, Any],
+) -> tuple[list[str], int]:
+    """Describe how methods read a data set.
+
+    Args:
+        rows: The first rows.
+        name: Name or path of the data set.
+        methods: Names of the methods.
+        columns: Renamed columns, {canonical name: column of the file}. The rows have the canonical names.
+        tokenizer: Tokenizer of the model, or None to show the example as text.
+        image_options: The fields of a `Plan` about images, `image_ids` and `image_folder`.
+
+    Returns:
+        The lines of the description, and the exit code.
     """
     lines = [f"{name}: columns {join_names(rows[0])}"]
     from ..data.formats import canonical_name, unread_columns
-    from ..data.images import COLUMNS as PICTURES
+    from ..data.images import IMAGE_COLUMNS
 
-    theirs = {canonical_name(column, rows[0]): column for column in rows[0]} | columns
+    file_columns = {canonical_name(column, rows[0]): column for column in rows[0]}
+    file_columns |= columns
     rows = [{canonical_name(column, row): value for column, value in row.items()} for row in rows]
-    forms, problems, lost = _readable(rows, methods, seen)
-    nearest = column_inference.suggest_format(rows, [METHODS[method] for method in methods])
-    renames = nearest is not None and not nearest.missing and any(a != b for a, b in nearest.columns.items())
-    problems |= {} if renames and not forms else lost
-    # it can be read as it is, unless all that is read are prompts, and answers are there under another name
-    bare = {*forms.values()} == {"prompt"} and nearest is not None and len(nearest.columns) > 1 and not nearest.missing
-    if forms and not bare:
-        for form in dict.fromkeys(forms.values()):
-            lines.append(f"format: {form} ({', '.join(method for method in forms if forms[method] == form)})")
-        # a column that some of the formats read is used
-        aside = [
+    formats, problems, unread_problems = _readable_formats(rows, methods, image_options)
+    suggestion = column_inference.suggest_format(rows, [METHODS[method] for method in methods])
+    is_complete = suggestion is not None and not suggestion.missing
+    renames = suggestion is not None and is_complete and any(a != b for a, b in suggestion.columns.items())
+    problems |= {} if renames and not formats else unread_problems
+
+    # The file can be read unchanged, unless only prompts are read and there are answers under another name.
+    only_prompts = {*formats.values()} == {"prompt"} and suggestion is not None and len(suggestion.columns) > 1
+    if formats and not (only_prompts and is_complete):
+        for form in dict.fromkeys(formats.values()):
+            names = ", ".join(method for method in formats if formats[method] == form)
+            lines.append(f"format: {form} ({names})")
+        # columns that no format reads
+        unused = [
             column
             for column in rows[0]
-            if all(column in unread_columns(rows[0], form) for form in forms.values())
-            and not (seen["image_ids"] and column in PICTURES)
+            if all(column in unread_columns(rows[0], form) for form in formats.values())
+            and not (image_options["image_ids"] and column in IMAGE_COLUMNS)
         ]
-        used = dict.fromkeys([*(name for form in forms.values() for name in form.split(" + ")), *rows[0]])
-        lines.append("columns: " + join_names(f"{ours} from {theirs[ours]}" for ours in used if ours not in aside))
-        lines += [f"not read: {join_names(aside)}"] if aside else []
-        lines += filter(None, [column_inference.misspelling_problem(aside)])
+        ordered = dict.fromkeys([*(column for form in formats.values() for column in form.split(" + ")), *rows[0]])
+        used = (f"{column} from {file_columns[column]}" for column in ordered if column not in unused)
+        lines.append(f"columns: {join_names(used)}")
+        lines += [f"not read: {join_names(unused)}"] if unused else []
+        lines += filter(None, [column_inference.misspelling_problem(unused)])
         lines += [f"not {method}: {problem}" for method, problem in problems.items()]
-        return [*lines, *_first_example(rows[0], forms, tokenizer, seen)], 0
-    # it cannot, and other names of columns would not help
+        return [*lines, *_first_example(rows[0], formats, tokenizer, image_options)], 0
+
+    # The file cannot be read, and renaming columns would not help.
     if problems:
         return [*lines, *(f"{method}: {problem}" for method, problem in problems.items())], 2
-    if advice := column_inference.layout_advice(rows, nearest, METHODS.values()):
-        return [*lines, "format: none that is read", advice], 2
-    if nearest is None or nearest.missing:
-        lines.append("format: none that is read")
-        if nearest:
-            found = join_names(f"{ours} could be {theirs}" for ours, theirs in nearest.columns.items())
-            lines.append(f"the nearest is {nearest.form}: {found}; there is no column for {', '.join(nearest.missing)}")
+    if advice := column_inference.layout_advice(rows, suggestion, METHODS.values()):
+        return [*lines, "format: not supported", advice], 2
+    if suggestion is None or suggestion.missing:
+        lines.append("format: not supported")
+        if suggestion:
+            mapping = join_names(f"{ours} could be {theirs}" for ours, theirs in suggestion.columns.items())
+            missing = ", ".join(suggestion.missing)
+            lines.append(f"the most similar format is {suggestion.form}: {mapping}; there is no column for {missing}")
         lines += filter(None, [column_inference.misspelling_problem(rows[0])])
         return [*lines, *(f"{method} reads {' | '.join(METHODS[method].rows.formats)}" for method in methods)], 2
-    # it can with other names: those to write, and the first example with them
-    mapping = {ours: theirs for ours, theirs in nearest.columns.items() if ours != theirs}
-    tree = {"data": {"train": {"path": name, "columns": columns | mapping}}}
+
+    # The file can be read with renamed columns.
+    renamed_columns = {ours: theirs for ours, theirs in suggestion.columns.items() if ours != theirs}
+    tree = {"data": {"train": {"path": name, "columns": {**columns, **renamed_columns}}}}
     section = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=10_000, default_flow_style=None)
-    if aside := [column for column in rows[0] if column not in nearest.columns.values()]:
-        lines.append(f"not read: {join_names(aside)}")
-    lines.append(f"format: none that is read as it is; the nearest is {nearest.form} ({', '.join(nearest.methods)})")
-    lines += ["write into the recipe:", *textwrap.indent(section, "  ").splitlines()]
-    renamed = [
-        {column: value for column, value in row.items() if column not in mapping.values()}
-        | {ours: row[theirs] for ours, theirs in mapping.items()}
+    if unused := [column for column in rows[0] if column not in suggestion.columns.values()]:
+        lines.append(f"not read: {join_names(unused)}")
+    readers = ", ".join(suggestion.methods)
+    lines.append(f"format: not supported without renaming; the most similar format is {suggestion.form} ({readers})")
+    lines += ["add to the recipe:", *textwrap.indent(section, "  ").splitlines()]
+    renamed_rows = [
+        {column: value for column, value in row.items() if column not in renamed_columns.values()}
+        | {ours: row[theirs] for ours, theirs in renamed_columns.items()}
         for row in rows
     ]
-    forms, problems, _ = _readable(renamed, nearest.methods, seen)
-    if not forms:
+    formats, problems, _ = _readable_formats(renamed_rows, suggestion.methods, image_options)
+    if not formats:
         return [*lines, *(f"then {method}: {problem}" for method, problem in problems.items())], 2
-    return [*lines, *_first_example(renamed[0], forms, tokenizer, seen)], 1
+    return [*lines, *_first_example(renamed_rows[0], formats, tokenizer, image_options)], 1
 
 
-def _readable(
-    rows: list[dict], methods: Sequence[str], seen: dict[str, Any]
+def _readable_formats(
+    rows: list[dict[str, Any]], methods: Sequence[str], image_options: Mapping[str, Any]
 ) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
-    """({method: format} of the methods that can read all rows, {method: problem} of those that fail at a row, {method:
-    problem} of those whose format leaves a prompt unread).
+    """Return three dictionaries by method.
+
+    They contain the formats of the methods that can read all rows, the problems of those that fail at a row, and the
+    problems of those whose format leaves a prompt or an image unread.
     """
     from ..data.encode import Plan, check_misread, read
     from ..data.formats import detect_format, unread_columns
 
-    forms = {}
+    formats = {}
     problems = {}
-    lost = {}
+    unread_problems = {}
     for method in methods:
         try:
             form = detect_format(list(rows[0]), METHODS[method])
         except InputError:
             continue
-        aside = unread_columns(rows[0], form)
-        unseen = None if seen["image_ids"] else column_inference.image_problem(rows, aside)
-        left = column_inference.prompt_problem(rows, aside, form)
-        if problem := unseen or (left if "prompt" not in form else None):
-            lost[method] = problem
+        unread = unread_columns(rows[0], form)
+        image_problem = None if image_options["image_ids"] else column_inference.image_problem(rows, unread)
+        prompt_problem = column_inference.prompt_problem(rows, unread, form)
+        if problem := image_problem or (prompt_problem if "prompt" not in form else None):
+            unread_problems[method] = problem
             continue
+
         samples = []
-        plan = Plan(method, METHODS[method].rows, form, "data", **seen)
+        plan = Plan(method, METHODS[method].rows, form, "data", **image_options)
         try:
             for n, row in enumerate(rows):
                 with error_context(f"row {n}"):
                     samples += read(row, plan)
             check_misread({name: [row.get(name) for row in rows] for name in rows[0]}, samples, plan)
-            forms[method] = form
+            formats[method] = form
         except InputError as error:
             problems[method] = str(error)
-            # a column of the right name that grades answers by scores or words
+            # a column with the right name, but with scores or words instead of labels
             if form.endswith(" + label") and column_inference.value_type(row.get("label")) in ("text", "number"):
                 labels = [row.get("label") for row in rows]
                 problems[method] += f"; {column_inference.label_advice('label', labels, METHODS.values())}"
-    return forms, problems, lost
+    return formats, problems, unread_problems
 
 
-def _first_example(row: dict, forms: dict[str, str], tokenizer: Any, seen: dict[str, Any]) -> list[str]:
-    """The first example, of the method that reads most of it: what is trained is green or in [[brackets]]."""
+def _first_example(
+    row: dict[str, Any],
+    formats: Mapping[str, str],
+    tokenizer: "PreTrainedTokenizerBase | None",
+    image_options: Mapping[str, Any],
+) -> list[str]:
+    """Return the lines of the first example, in which trained text is green, or in [[brackets]] without a terminal."""
     from ..check.token_preview import Piece, mark_trained, row_parts, split_pieces
     from ..data.encode import Plan, read
-    from ..data.prepare import plan_for, tokenise
+    from ..data.prepare import build_plan, tokenise
 
-    # the method whose format has most columns shows most of the row
-    name = max(forms, key=lambda name: len(forms[name].split(" + ")))
+    # the method whose format has the most columns shows the most of the row
+    name = max(formats, key=lambda name: len(formats[name].split(" + ")))
     method = METHODS[name]
-    form = forms[name]
+    form = formats[name]
     colour = sys.stdout.isatty()
     if tokenizer:
-        plan = plan_for(form, method, tokenizer, None, "data")._replace(image_folder=seen["image_folder"])
+        plan = build_plan(form, method, tokenizer, None, "data")._replace(image_folder=image_options["image_folder"])
         batch = tokenise({column: [value] for column, value in row.items()}, [0], tokenizer, plan)
-        made = {column: values[0] for column, values in batch.items()}
-        write = tokenizer.decode
-    else:  # a row as the file has it, in the columns of a prepared one: a value is a text, a message or an id
-        sample = read(row, Plan(name, method.rows, form, "data", **seen))[0]
-        found = zip(("prompt_ids", *method.rows.answers), (sample.prompt, *sample.branches), strict=False)
-        made = {column: [part] if part and isinstance(part, str) else part or [] for column, part in found}
-        made = made | {"completion_mask": sample.mask}
-        write = _as_text
-    shown = split_pieces(row_parts(made, method.rows), write)
+        prepared = {column: values[0] for column, values in batch.items()}
+        decode: Callable[[Any], Any] = tokenizer.decode
+    else:  # a row in the columns of a prepared one, whose values are texts, messages or ids
+        sample = read(row, Plan(name, method.rows, form, "data", **image_options))[0]
+        parts = zip(("prompt_ids", *method.rows.answers), (sample.prompt, *sample.branches), strict=False)
+        prepared = {column: [part] if part and isinstance(part, str) else part or [] for column, part in parts}
+        prepared = prepared | {"completion_mask": sample.mask}
+        decode = _as_text
+
+    pieces = split_pieces(row_parts(prepared, method.rows), decode)
     if method.rows.sampled:
-        prompt = [piece for piece in shown if piece.role == "prompt"]
-        shown = [*prompt, Piece("completion", False, "(sampled by the student)", 0)]
-    how = f"{'trained tokens' if tokenizer else 'what is trained'} {'green' if colour else 'in [[brackets]]'}"
-    lines = [f"first example ({name}), {how}:"]
-    for role, runs in itertools.groupby(shown, lambda piece: piece.role):
+        prompt = [piece for piece in pieces if piece.role == "prompt"]
+        pieces = [*prompt, Piece("completion", False, "(sampled by the student)", 0)]
+    marking = f"{'trained tokens' if tokenizer else 'trained text'} {'green' if colour else 'in [[brackets]]'}"
+    lines = [f"first example ({name}), {marking}:"]
+    for role, runs in itertools.groupby(pieces, lambda piece: piece.role):
         lines += [f"  {role}:", *(f"    {line}" for line in mark_trained(runs, colour).split("\n"))]
-    if not method.rows.sampled and not any(piece.role != "prompt" for piece in shown):
-        lines.append("  (its answer is empty: such rows are dropped)")
+    if not method.rows.sampled and not any(piece.role != "prompt" for piece in pieces):
+        lines.append("  (the answer is empty. Such rows are dropped)")
     if method.rows.masked and form == "messages":
-        lines.append("  (with assistant_only_loss: true, the assistant's turns alone)")
+        lines.append("  (with assistant_only_loss: true, only the turns of the assistant)")
     return lines
 
 
-def _as_text(values: list) -> str:
-    """Messages on lines of their own, with their calls; ids with spaces."""
+def _as_text(values: Sequence[Any]) -> str:
+    """Return messages as one line each, with their tool calls, or ids separated by spaces."""
     from ..data.images import MARK, PLACEHOLDER
 
     if not isinstance(values[0], dict):
         return " ".join(map(str, values))
-    texts = [m["content"].replace(MARK, PLACEHOLDER) for m in values]
-    calls = [map(json.dumps, m.get("tool_calls", [])) for m in values]
-    said = [(f"{m['role']}:", text, *own) for m, text, own in zip(values, texts, calls, strict=True)]
-    return "\n".join(" ".join(filter(None, parts)) for parts in said)
+    texts = [message["content"].replace(MARK, PLACEHOLDER) for message in values]
+    tool_calls = [map(json.dumps, message.get("tool_calls", [])) for message in values]
+    lines = [
+        (f"{message['role']}:", text, *calls) for message, text, calls in zip(values, texts, tool_calls, strict=True)
+    ]
+    return "\n".join(" ".join(filter(None, line)) for line in lines)

@@ -1,15 +1,16 @@
-"""`hf-posttrain judge FILE`: a score for each answer of a file, by exact match, a function, a model or a server.
+"""The command `hf-posttrain judge FILE`, which scores the answers of a file.
 
-The file has a row for each answer: prompt, completion, and reference where it is known, as `hf-posttrain sample` writes
-them. Rows of one prompt are judged together and stand together in the new file, which has the same rows with `judge`
-and `score`, of which more is better, or null where the judge gave none.
+Judges are exact match, a function, a model or a server. The file has one row per answer with `prompt`, `completion`
+and, if known, `reference`, as `hf-posttrain sample` writes them. The answers to a prompt are judged together and are
+consecutive in the new file. It has the same rows with `judge` and `score`; a higher score is better, and null means
+that the judge gave no score.
 """
 
 import argparse
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError, name_hint, short_repr
 from ..recipe.cli import Parser, print_output
@@ -17,10 +18,13 @@ from ..recipe.sections import Source
 from ..rounds.judges.config import KINDS, JudgeSection, expand_judge, judge_problems
 from .resumable_jsonl import ResumableFile, check_new_file
 
+if TYPE_CHECKING:
+    from ..rounds.judges.question import Question
+
 CHUNK_SIZE = 64
-"""Prompts whose answers are judged at once."""
+"""Number of prompts per chunk of the file, whose answers are judged together."""
 _EXAMPLES = """judges:
-  --by exact_match                   1 where the final answer is that of `reference`, else 0
+  --by exact_match                   1 if the final answer equals that of `reference`, else 0
   --by function package.module:name  a function of texts (prompts, completions, references)
   --by model REWARD_MODEL            a sequence classifier with one label
   --by teacher MODEL                 a model's log-probability per token of the answer
@@ -33,134 +37,189 @@ examples:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the file; returns the exit code. Raises InputError for files and judges that cannot be used."""
+    """Write the file, and return the exit code.
+
+    Raises:
+        InputError: For invalid files and judges.
+    """
     parser = Parser(
         prog="hf-posttrain judge",
-        description="Give each answer of a file a score.",
+        description="Score each answer of a file.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("file", metavar="FILE", help="answers: prompt, completion (and reference) in each row")
-    parser.add_argument("--by", nargs="+", metavar=("KIND", "NAME"), required=True, help="who judges, see below")
-    parser.add_argument("--out", metavar="FILE", type=Path, required=True, help="where the rows go: a new file")
-    known = JudgeSection()
-    parser.add_argument("--served_model", help="of url: which of the server's models (the first)")
-    parser.add_argument("--question", metavar="FILE", type=Path, help="of url: a Jinja template of what is asked")
-    parser.add_argument("--opponents", type=int, default=known.opponents, help="of url: comparisons of each answer")
-    parser.add_argument("--timeout", type=float, default=known.timeout, help="of url: seconds that an answer may take")
-    parser.add_argument("--batch_size", type=int, default=known.batch_size, help="of model and teacher")
-    given = parser.parse_args(argv)
-    section = judge_section(given)
-    check_new_file(given.out)
-    rows = read_answers(given.file)
+    parser.add_argument("file", metavar="FILE", help="answers: rows with prompt, completion and optional reference")
+    parser.add_argument("--by", nargs="+", metavar=("KIND", "NAME"), required=True, help="the judge, see below")
+    parser.add_argument("--out", metavar="FILE", type=Path, required=True, help="file to write, which must not exist")
+    defaults = JudgeSection()
+    parser.add_argument("--served_model", help="with url: name of the server's model (default: the first one)")
+    parser.add_argument(
+        "--question", metavar="FILE", type=Path, help="with url: file with a Jinja template of the question"
+    )
+    parser.add_argument(
+        "--opponents",
+        type=int,
+        default=defaults.opponents,
+        help=f"with url: number of comparisons per answer ({defaults.opponents})",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=defaults.timeout,
+        help=f"with url: seconds to wait for a response ({defaults.timeout:g})",
+    )
+    parser.add_argument(
+        "--batch_size",
+        type=int,
+        default=defaults.batch_size,
+        help=f"with model and teacher: number of answers per batch ({defaults.batch_size})",
+    )
+    arguments = parser.parse_args(argv)
+    section = judge_section(arguments)
+    check_new_file(arguments.out)
+    rows = read_answers(arguments.file)
     if section.by == "exact_match":
-        unknown = (number for number, row in enumerate(rows) if row.get("reference") is None)
-        if (number := next(unknown, None)) is not None:
-            problem = "column 'reference': missing or null, and exact_match compares with the right answer in it"
-            raise InputError(f"{given.file}, row {number}: {problem}")
+        missing = (number for number, row in enumerate(rows) if row.get("reference") is None)
+        if (number := next(missing, None)) is not None:
+            problem = "column 'reference' is missing or null. --by exact_match requires the right answer there"
+            raise InputError(f"{arguments.file}, row {number}: {problem}")
+
     count = 0
     total = 0.0
-    for row in judge_rows(rows, section, given):
+    for row in judge_rows(rows, section, arguments):
         if row["score"] is not None:
             count = count + 1
             total = total + row["score"]
     mean = f", {total / count:.4g} on average" if count else ""
-    print_output(f"{count} of {len(rows)} answers have a score{mean}; they are in {given.out}")
+    print_output(f"wrote {arguments.out}; answers with a score: {count} of {len(rows)}{mean}")
     return 0
 
 
-def judge_section(given: Any) -> JudgeSection:
-    """The judge of the arguments. Raises InputError for a kind that does not exist, and what contradicts."""
-    kind, *name = given.by
-    if not name:  # a short form, as recipes have it
-        short = expand_judge(kind)
-        kind = short["by"]
-        name = [short["name"]] if "name" in short else []
-    if len(name) > 1:
-        raise InputError(f"command line: --by takes a kind and a name, and was given {' '.join(given.by)}")
+def judge_section(arguments: argparse.Namespace) -> JudgeSection:
+    """Return the judge that the command line describes.
+
+    Raises:
+        InputError: For an unknown kind, and for options that cannot be combined.
+    """
+    kind, *names = arguments.by
+    if not names:  # a short form, as in recipes
+        expanded = expand_judge(kind)
+        kind = expanded["by"]
+        names = [expanded["name"]] if "name" in expanded else []
+    if len(names) > 1:
+        raise InputError(f"command line: --by must be a kind and a name, not {' '.join(arguments.by)}")
     question = None
-    if given.question is not None:
+    if arguments.question is not None:
         try:
-            question = given.question.read_text(encoding="utf-8")
+            question = arguments.question.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"--question: {given.question} cannot be read: {error}") from error
+            raise InputError(f"--question: {arguments.question} cannot be read: {error}") from error
     if kind not in KINDS:
-        raise InputError(
-            f"command line: --by {kind}: one of {', '.join(KINDS)} is wanted{name_hint(kind, KINDS, False)}"
-        )
+        hint = name_hint(kind, KINDS, list_valid=False)
+        raise InputError(f"command line: --by must be one of {', '.join(KINDS)}, not {kind}{hint}")
+
     section = JudgeSection(
-        kind, name[0] if name else None, given.served_model, question, given.opponents, given.timeout, given.batch_size
+        kind,
+        names[0] if names else None,
+        arguments.served_model,
+        question,
+        arguments.opponents,
+        arguments.timeout,
+        arguments.batch_size,
     )
     for _, problem in judge_problems(section):
-        raise InputError(f"command line: --by {' '.join(given.by)}: {problem}")
+        raise InputError(f"command line: --by {' '.join(arguments.by)}: {problem}")
     return section
 
 
 def read_answers(path: str, score: bool = False) -> list[dict[str, Any]]:
-    """The rows of a file of answers. score: each has one. Raises InputError for a file or row that has none."""
+    """Return the rows of a file of answers.
+
+    Args:
+        path: The file.
+        score: Whether each row must have a score.
+
+    Raises:
+        InputError: For missing columns, and for the first row with an invalid value.
+    """
     from ..data.sources import load
 
     rows: list[dict[str, Any]] = [*load(Source(path), "answers")]
     if not rows:
         raise InputError(f"{path} has no rows")
-    wanted = ["prompt", "completion", *(["score"] if score else [])]
-    if lacking := [name for name in wanted if name not in rows[0]]:
-        how = "hf-posttrain judge writes it" if lacking == ["score"] else "hf-posttrain sample writes such rows"
-        raise InputError(f"{path}: there is no column {lacking[0]!r}: {how}")
+    required = ["prompt", "completion", *(["score"] if score else [])]
+    if missing := [name for name in required if name not in rows[0]]:
+        fix = "Score the rows with hf-posttrain judge"
+        if missing != ["score"]:
+            fix = "Write such rows with hf-posttrain sample"
+        raise InputError(f"{path}: there is no column {missing[0]!r}. {fix}")
     for number, row in enumerate(rows):
         for name in ("prompt", "completion", *(["messages"] if row.get("messages") is not None else [])):
-            given = row[name]
-            turns = isinstance(given, list) and bool(given) and all(isinstance(turn, dict) for turn in given)
-            text = isinstance(given, str) and name != "messages" and bool(given or name == "completion")
-            if not turns and not text:
-                raise InputError(f"{path}, row {number}: {name} is {short_repr(given)}, a text or messages are wanted")
+            value = row[name]
+            is_messages = isinstance(value, list) and bool(value) and all(isinstance(turn, dict) for turn in value)
+            is_text = isinstance(value, str) and name != "messages" and bool(value or name == "completion")
+            if not is_messages and not is_text:
+                raise InputError(f"{path}, row {number}: {name} must be a text or messages, not {short_repr(value)}")
         if score and not (isinstance(row["score"], int | float | None) and math.isfinite(row["score"] or 0)):
-            raise InputError(f"{path}, row {number}: score is {short_repr(row['score'])}, a number or null is wanted")
+            raise InputError(f"{path}, row {number}: score must be a number or null, not {short_repr(row['score'])}")
     return rows
 
 
-def group_by_prompt(rows: Iterable[dict[str, Any]], *also: str) -> list[list[dict[str, Any]]]:
-    """The rows of each prompt, wherever they stand. also: columns that are the same in a group too."""
+def group_by_prompt(rows: Iterable[dict[str, Any]], *columns: str) -> list[list[dict[str, Any]]]:
+    """Group the rows of the same prompt and images, in the order of their first rows.
+
+    Args:
+        rows: The rows, in any order.
+        columns: Further columns that must be equal within a group.
+    """
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
-        groups.setdefault(repr((row["prompt"], row.get("images"), *map(row.get, also))), []).append(row)
+        groups.setdefault(repr((row["prompt"], row.get("images"), *map(row.get, columns))), []).append(row)
     return [*groups.values()]
 
 
-def completion_text(answer: Any) -> str:
-    """A completion as a text: of messages, what the assistant said last."""
-    return answer if isinstance(answer, str) else str(answer[-1].get("content") or "")
+def completion_text(completion: str | list[dict[str, Any]]) -> str:
+    """Return a completion as text. Of messages, it is the content of the last one."""
+    return completion if isinstance(completion, str) else str(completion[-1].get("content") or "")
 
 
-def make_question(group: list[dict[str, Any]]) -> Any:
-    """What a judge is asked of the answers to a prompt."""
+def make_question(group: list[dict[str, Any]]) -> "Question":
+    """Return the question to a judge about the answers to one prompt."""
     from ..rounds.judges.question import Question
 
     first = group[0]
-    more = {name: first[name] for name in ("tools", "chat_template_kwargs") if first.get(name)}
+    template_options = {name: first[name] for name in ("tools", "chat_template_kwargs") if first.get(name)}
     stopped = [row.get("stopped") is not False for row in group]
     answers = [completion_text(row["completion"]) if row.get("answered") is None else row["answered"] for row in group]
     prompt = first.get("messages") or first.get("asked") or first["prompt"]
-    return Question(prompt, answers, first.get("reference"), more, stopped=stopped)
+    return Question(prompt, answers, first.get("reference"), template_options, stopped=stopped)
 
 
-def judge_rows(rows: list[dict[str, Any]], section: JudgeSection, given: Any) -> Iterator[dict[str, Any]]:
-    """Write the file, then give its rows. Raises InputError where the judge cannot be asked."""
+def judge_rows(
+    rows: list[dict[str, Any]], section: JudgeSection, arguments: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
+    """Write the file, and yield its rows.
+
+    Raises:
+        InputError: For a judge that cannot be loaded or reached.
+    """
     import torch
     import xxhash
 
     from ..rounds.judges import make_judge
 
     groups = group_by_prompt(rows, "reference")
-    made = make_judge(section, None, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    read = xxhash.xxh3_64_hexdigest(repr(rows).encode())
-    key = {"judge": section.described(), "version": made.key(), "rows": read}
-    asked = [make_question(group) for group in groups]
-    with ResumableFile(given.out, key) as file, made:
-        for first in file.left(range(0, len(groups), CHUNK_SIZE), "judge"):
-            scores = made.score(asked[first : first + CHUNK_SIZE])
+    judge = make_judge(section, None, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    rows_key = xxhash.xxh3_64_hexdigest(repr(rows).encode())
+    key = {"judge": section.fingerprint(), "version": judge.key(), "rows": rows_key}
+    questions = [make_question(group) for group in groups]
+    with ResumableFile(arguments.out, key) as file, judge:
+        for first in file.remaining(range(0, len(groups), CHUNK_SIZE), "judge"):
+            scores = judge.score(questions[first : first + CHUNK_SIZE])
             pairs = zip(groups[first : first + CHUNK_SIZE], scores, strict=True)
-            judged = [(row, score) for group, own in pairs for row, score in zip(group, own, strict=True)]
+            judged = [
+                (row, score) for group, group_scores in pairs for row, score in zip(group, group_scores, strict=True)
+            ]
             file.write(row | {"score": score, "judge": str(section)} for row, score in judged)
         yield from file.finish()

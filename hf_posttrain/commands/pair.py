@@ -1,4 +1,7 @@
-"""`hf-posttrain pair FILE`: rows to train on, from judged answers: pairs, labelled answers, or the best ones alone."""
+"""The command `hf-posttrain pair FILE`, which selects training rows from judged answers.
+
+The rows are pairs, labelled answers, or only the best answers, depending on the method.
+"""
 
 import argparse
 from collections.abc import Iterator, Sequence
@@ -20,125 +23,144 @@ _EXAMPLES = """examples:
   hf-posttrain pair judged.jsonl --method METHOD --out rows.jsonl
   hf-posttrain pair judged.jsonl --method METHOD --take all --margin 0.5 --out rows.jsonl
 
-Rows that are pairs have prompt, chosen and rejected; labelled ones prompt, completion and label; others prompt and
-completion. Which of them a method trains on is in its page of docs/.
+Pairs have the columns prompt, chosen and rejected; labelled answers have prompt, completion and label; other rows have
+prompt and completion. The page of each method in docs/ describes which of them the method trains on.
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the file and say what was left out; returns the exit code. Raises InputError for files without scores."""
+    """Write the file, print the reasons for prompts without a row, and return the exit code.
+
+    Raises:
+        InputError: For invalid arguments, and for files without scores.
+    """
     methods = [name for name, method in METHODS.items() if not method.rows.sampled]
     parser = Parser(
         prog="hf-posttrain pair",
-        description="Make rows to train on of judged answers.",
+        description="Select training rows from judged answers.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("file", metavar="FILE", help="judged answers: prompt, completion and score in each row")
-    parser.add_argument("--method", choices=methods, required=True, help="what the rows are for")
-    parser.add_argument("--out", metavar="FILE", type=Path, required=True, help="where the rows go: a new file")
+    parser.add_argument("file", metavar="FILE", help="judged answers: rows with prompt, completion and score")
+    parser.add_argument("--method", choices=methods, required=True, help="method that trains on the rows")
+    parser.add_argument("--out", metavar="FILE", type=Path, required=True, help="file to write, which must not exist")
     parser.add_argument(
         "--take",
         choices=["best", "all"],
-        help="the best (and worst) answer, or all that are good enough (all for labels, else best)",
+        help="answers per prompt: the best one (for pairs, and the worst one), or all that are good enough"
+        " (default: all for labelled answers, otherwise best)",
     )
     parser.add_argument(
         "--margin",
         type=float,
         default=0.0,
-        help="of pairs, how much better one must be; of labels, how far from the threshold a score must be (0)",
+        help="minimum difference of the scores of a pair, or of a score and the threshold for labelled answers (0)",
     )
     parser.add_argument(
         "--threshold",
         type=float,
-        help="score from which an answer is good (0.5 of exact_match; "
-        "else of labels the mean of their prompt, and none)",
+        help="minimum score of a good answer (default: 0.5 for exact_match; "
+        "otherwise the mean of the prompt for labelled answers, and none for other rows)",
     )
-    parser.add_argument("--unfinished", action="store_true", help="answers that were cut may be good ones")
-    parser.add_argument("--ids", action="store_true", help="write token ids, as they were sampled, in place of texts")
-    given = parser.parse_args(argv)
-    kind = METHODS[given.method].rows
-    section = PairSection(given.take, given.margin, given.threshold, given.unfinished)
+    parser.add_argument("--unfinished", action="store_true", help="allow truncated answers as good answers")
+    parser.add_argument("--ids", action="store_true", help="write the sampled token ids instead of texts")
+    arguments = parser.parse_args(argv)
+    kind = METHODS[arguments.method].rows
+    section = PairSection(arguments.take, arguments.margin, arguments.threshold, arguments.unfinished)
     for _, problem in pair_problems(section, kind):
         raise InputError(f"command line: --{problem}")
-    check_new_file(given.out)
-    rows = read_answers(given.file, score=True)
+    check_new_file(arguments.out)
+
+    rows = read_answers(arguments.file, score=True)
     have_ids = all(row.get("prompt_ids") and row.get("completion_ids") for row in rows)
-    if given.ids and not have_ids:
-        raise InputError(f"{given.file}: --ids: its rows have no prompt_ids and completion_ids")
+    if arguments.ids and not have_ids:
+        problem = "--ids requires the columns prompt_ids and completion_ids in all rows"
+        raise InputError(f"{arguments.file}: {problem}. Remove --ids")
     for number, row in enumerate(rows):
-        if (one := row.get("judge")) != (other := rows[0].get("judge")):
-            problem = f"judge is {short_repr(one)}, and that of row 0 is {short_repr(other)}: scores of two judges do not compare"
-            raise InputError(f"{given.file}, row {number}: {problem}: pair the rows of each by themselves")
+        if (judge := row.get("judge")) != (first_judge := rows[0].get("judge")):
+            problem = f"judge must be that of row 0, {short_repr(first_judge)}, not {short_repr(judge)}"
+            raise InputError(f"{arguments.file}, row {number}: {problem}. Write the rows of each judge to another file")
+
     groups = group_by_prompt(rows)
-    found = pair(groups, kind, section)
-    equal = sum(len(group) - len({repr(row["completion"]) for row in group}) for group in groups)
-    reasons = [f"{equal} answers equal another of their prompt: one of each counts"] if equal else []
-    reasons += [f"{count} prompts gave none: {reason}" for reason, count in found.left_out.most_common()]
-    if not found.count:
-        raise InputError("; ".join([f"{given.file}: its {len(groups)} prompts give no row", *reasons]))
-    written = {id(row) for row in selected_answers(groups, found)}
-    cut = [number for number, row in enumerate(rows) if id(row) in written and is_truncated(row)]
-    if cut and not have_ids:
-        problem = "its answer did not end, or ends inside a thought, which a text cannot say, and it has no token ids"
-        raise InputError(f"{given.file}, row {cut[0]}: {problem}: leave it out, or sample with `hf-posttrain sample`")
-    if cut and not given.ids:
-        reasons.append(f"they are token ids, for this tokenizer alone: {len(cut)} answers did not end")
-    with error_context(given.file):
-        write_rows(given.out, selected_rows(groups, found, kind, given.ids or bool(cut)))
-    what = "pairs" if kind.paired else "labelled answers" if kind.labelled else "answers"
-    print_output("\n  ".join([f"{found.count} {what} of {len(groups)} prompts are in {given.out}", *reasons]))
+    selection = pair(groups, kind, section)
+    duplicates = sum(len(group) - len({repr(row["completion"]) for row in group}) for group in groups)
+    notes = [f"duplicate answers to the same prompt, which count once: {duplicates}"] if duplicates else []
+    notes += [f"prompts without a row: {count} ({reason})" for reason, count in selection.left_out.most_common()]
+    if not selection.count:
+        raise InputError("; ".join([f"{arguments.file}: none of the {len(groups)} prompts gives a row", *notes]))
+
+    selected_ids = {id(row) for row in selected_answers(groups, selection)}
+    truncated = [number for number, row in enumerate(rows) if id(row) in selected_ids and is_truncated(row)]
+    if truncated and not have_ids:
+        problem = (
+            "the answer did not end, or ends inside a thought, which only token ids represent, and has no token ids"
+        )
+        fix = "Remove the row, or sample with `hf-posttrain sample`"
+        raise InputError(f"{arguments.file}, row {truncated[0]}: {problem}. {fix}")
+    if truncated and not arguments.ids:
+        notes.append(f"written as token ids, for this tokenizer only: answers that did not end: {len(truncated)}")
+
+    with error_context(arguments.file):
+        write_rows(arguments.out, selected_rows(groups, selection, kind, arguments.ids or bool(truncated)))
+    noun = "pairs" if kind.paired else "labelled answers" if kind.labelled else "answers"
+    summary = f"wrote {arguments.out}; {noun}: {selection.count} from {len(groups)} prompts"
+    print_output("\n  ".join([summary, *notes]))
     return 0
 
 
 def pair(groups: list[list[dict[str, Any]]], kind: RowKind, section: PairSection) -> SelectedRows:
-    """Which answers of each prompt are trained on. A row that does not say whether its answer ended did end."""
+    """Select the answers of each prompt to train on. A row without `stopped` counts as an answer that ended."""
     answers = [
         [repr(row["completion"]) if completion_text(row["completion"]) else "" for row in group] for group in groups
     ]
     scores = [[row["score"] for row in group] for group in groups]
     stopped = [[row.get("stopped") is not False for row in group] for group in groups]
-    return pair_up(kind, answers, scores, stopped, section, resolve_threshold(section, groups[0][0].get("judge") or ""))
+    threshold = resolve_threshold(section, groups[0][0].get("judge") or "")
+    return pair_up(kind, answers, scores, stopped, section, threshold)
 
 
-def selected_answers(groups: list[list[dict[str, Any]]], found: SelectedRows) -> list[dict[str, Any]]:
-    """The answers that are trained on."""
-    pairs = zip(groups, found.rows, strict=True)
+def selected_answers(groups: list[list[dict[str, Any]]], selection: SelectedRows) -> list[dict[str, Any]]:
+    """Return the answers that are selected."""
+    pairs = zip(groups, selection.rows, strict=True)
     return [group[number] for group, rows in pairs for row in rows for number in row.answers]
 
 
 def is_truncated(row: dict[str, Any]) -> bool:
-    """Did an answer not end, or end inside a thought? As a text it would be trained with an end, and a chat template
-    would close its thought, or write an empty one before it.
+    """Return whether an answer did not end, or ends inside a thought.
+
+    As text it would be trained with a terminal token, and a chat template would close its thought, or write an empty
+    one before it.
     """
     prompt = row.get("prompt")
     answer = row["completion"]
-    opened = BEGIN_THOUGHT if isinstance(prompt, str) and prompt.rstrip().endswith(BEGIN_THOUGHT) else ""
-    text = (opened + (answer if isinstance(answer, str) else "")).lstrip()
+    begin = BEGIN_THOUGHT if isinstance(prompt, str) and prompt.rstrip().endswith(BEGIN_THOUGHT) else ""
+    text = (begin + (answer if isinstance(answer, str) else "")).lstrip()
     return row.get("stopped") is False or (text.startswith(BEGIN_THOUGHT) and END_THOUGHT not in text)
 
 
 def selected_rows(
-    groups: list[list[dict[str, Any]]], found: SelectedRows, kind: RowKind, as_ids: bool
+    groups: list[list[dict[str, Any]]], selection: SelectedRows, kind: RowKind, as_ids: bool
 ) -> Iterator[dict[str, Any]]:
-    """The rows of the file: messages where the prompt was messages, else texts, or ids."""
-    for group, rows in zip(groups, found.rows, strict=True):
+    """Yield the rows of the file: token ids with `as_ids`, else messages if the prompt is messages, else texts."""
+    for group, rows in zip(groups, selection.rows, strict=True):
         for row in rows:
             first = group[row.answers[0]]
-            chat = first.get("messages")
-            made: dict[str, Any] = {"prompt": chat or first["prompt"]}
+            messages = first.get("messages")
+            output: dict[str, Any] = {"prompt": messages or first["prompt"]}
             if as_ids:
-                made = {"prompt_ids": first["prompt_ids"]}
-                chat = None
+                output = {"prompt_ids": first["prompt_ids"]}
+                messages = None
             for column, number in zip(kind.answers, row.answers, strict=True):
                 if as_ids:
-                    made[column] = group[number]["completion_ids"]
+                    output[column] = group[number]["completion_ids"]
                     continue
                 answer = group[number]["completion"]
                 turn = [{"role": "assistant", "content": answer}]
-                made[column.removesuffix("_ids")] = turn if chat and isinstance(answer, str) else answer
+                output[column.removesuffix("_ids")] = turn if messages and isinstance(answer, str) else answer
+
             if row.label is not None:
-                made["label"] = row.label
-            made |= {name: first[name] for name in ("tools", "chat_template_kwargs") if chat and first.get(name)}
-            yield made | ({"images": first["images"]} if first.get("images") else {})
+                output["label"] = row.label
+            options = ("tools", "chat_template_kwargs")
+            output |= {name: first[name] for name in options if messages and first.get(name)}
+            yield output | ({"images": first["images"]} if first.get("images") else {})

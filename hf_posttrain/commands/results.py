@@ -1,4 +1,4 @@
-"""Where the numbers of `hf-posttrain eval` are kept: in a run's folder, next to those of its training."""
+"""Storage of the metrics of `hf-posttrain eval` in a run's folder, next to the metrics of its training."""
 
 import argparse
 import json
@@ -14,57 +14,67 @@ logger = logging.getLogger(__name__)
 EVALUATIONS = "evaluations.json"
 RESULTS = "all_results.json"
 _IDENTITY = ("model", "adapter", "data", "split", "task")
-"""Two evaluations that agree in these are one: the later replaces the earlier."""
+"""Keys that identify an evaluation. A later evaluation with the same values replaces the earlier one."""
 
 
-def results_folder(given: argparse.Namespace) -> Path | None:
-    """Where the numbers are kept: --output, or the folder of the run that is evaluated. Raises InputError where that
-    cannot be.
+def results_folder(arguments: argparse.Namespace) -> Path | None:
+    """Return the folder to store metrics in: --output, or the folder of the evaluated run, or None without a run.
+
+    Raises:
+        InputError: For a folder that cannot be written to, or with invalid files.
     """
-    folder = given.output or Path(given.adapter or given.model)
-    if not given.output and not any((folder / name).is_file() for name in ("trainer_state.json", "run.json")):
+    folder = arguments.output or Path(arguments.adapter or arguments.model)
+    if not arguments.output and not any((folder / name).is_file() for name in ("trainer_state.json", "run.json")):
         return None
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
     if not (folder.is_dir() and os.access(folder, os.W_OK)):
-        raise InputError(f"{folder} cannot be written, where the numbers would be kept: give another --output")
-    read_results(folder)  # what is broken there is known before hours pass
+        raise InputError(f"{folder} cannot be written, and the metrics would be stored there. Set another --output")
+    read_results(folder)  # raises before the evaluation, which may take hours
     return folder
 
 
 def read_results(folder: Path) -> tuple[list[dict[str, Any]], dict[str, float]]:
-    """The evaluations and the results that a folder has. Raises InputError for files that hold something else."""
-    found: list[Any] = []
+    """Return the contents of EVALUATIONS and RESULTS in a folder, empty for missing files.
+
+    Raises:
+        InputError: For files with other contents.
+    """
+    contents: list[Any] = []
     for name, empty in {EVALUATIONS: list[Any](), RESULTS: dict[str, Any]()}.items():
         try:
-            found.append(json.loads((folder / name).read_text(encoding="utf-8")))
+            contents.append(json.loads((folder / name).read_text(encoding="utf-8")))
         except FileNotFoundError:
-            found.append(empty)
+            contents.append(empty)
         except (OSError, ValueError) as error:
-            raise InputError(f"{folder / name} cannot be read as JSON ({error}): mend it, or move it away") from error
-        if type(found[-1]) is not type(empty) or not all(isinstance(each, dict | str) for each in found[-1]):
-            raise InputError(f"{folder / name} holds something else than evaluations: move it away")
-    return found[0], found[1]
+            problem = f"{folder / name} cannot be read as JSON ({error})"
+            raise InputError(f"{problem}. Correct the file, or move it to another folder") from error
+        if type(contents[-1]) is not type(empty) or not all(isinstance(item, dict | str) for item in contents[-1]):
+            problem = f"{folder / name} must contain only evaluations"
+            raise InputError(f"{problem}. Move the file to another folder")
+    return contents[0], contents[1]
 
 
-def store_result(folder: Path, found: list[dict[str, Any]]) -> None:
-    """Write evaluations into both files of a folder, in the place of earlier ones; each file whole, or not at all."""
+def store_result(folder: Path, evaluations: list[dict[str, Any]]) -> None:
+    """Add evaluations to both files of a folder, in place of earlier ones. Each file is written atomically."""
     from ..trainer.output_dir import write_json
 
-    kept, results = read_results(folder)
-    last = {_stem(entry): _identity(entry) for entry in kept}  # the later ones are those of RESULTS
-    for entry in found:
+    stored, results = read_results(folder)
+    latest = {_stem(entry): _identity(entry) for entry in stored}  # identities of the metrics in RESULTS
+    for entry in evaluations:
         stem = _stem(entry)
-        now = _identity(entry)
-        before = last.get(stem, now)
-        if differing := [f"{name} {before[name]}, now {now[name]}" for name in _IDENTITY if before[name] != now[name]]:
-            said = "%s: the numbers eval_%s_... of an earlier evaluation (%s) are replaced; %s has both"
-            logger.warning(said, RESULTS, stem, ", ".join(differing), EVALUATIONS)
+        new = _identity(entry)
+        old = latest.get(stem, new)
+        if changes := [f"{name} {old[name]}, now {new[name]}" for name in _IDENTITY if old[name] != new[name]]:
+            message = "%s: the metrics eval_%s_... of an earlier evaluation (%s) are replaced. %s has both"
+            logger.warning(message, RESULTS, stem, ", ".join(changes), EVALUATIONS)
         results |= {f"eval_{stem}_{name}": value for name, value in entry["metrics"].items()}
-    new = [_identity(entry) for entry in found]
-    write_json(folder / EVALUATIONS, [entry for entry in kept if _identity(entry) not in new] + found, indent=4)
+
+    identities = [_identity(entry) for entry in evaluations]
+    others = [entry for entry in stored if _identity(entry) not in identities]
+    write_json(folder / EVALUATIONS, others + evaluations, indent=4)
     write_json(folder / RESULTS, dict(sorted(results.items())), indent=4)
-    logger.info("kept in %s and %s", folder / EVALUATIONS, RESULTS)
+    logger.info("the metrics are stored in %s and %s", folder / EVALUATIONS, RESULTS)
 
 
 def _identity(entry: dict[str, Any]) -> dict[str, Any]:
@@ -72,13 +82,14 @@ def _identity(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def _stem(entry: dict[str, Any]) -> str:
-    """What RESULTS calls an evaluation."""
+    """Return the name of an evaluation in RESULTS."""
     return str(entry.get("task") or Path(str(entry.get("data")).removesuffix(".gz")).stem)
 
 
 def as_table(entry: dict[str, Any]) -> str:
-    """An evaluation as people read it."""
+    """Return an evaluation as text for a terminal."""
     width = max(map(len, entry["metrics"]), default=0)
     lines = [f"  {name:{width}}  {value:.6g}" for name, value in entry["metrics"].items()]
     lines += [f"  left out: {line}" for line in entry["left_out"]]
-    return "\n".join([f"{entry.get('task') or entry['data']}: {entry['rows']} rows, {entry['model']}", *lines])
+    title = f"{entry.get('task') or entry['data']}: {entry['rows']} rows, {entry['model']}"
+    return "\n".join([title, *lines])
