@@ -174,19 +174,19 @@ REFUSED = [  # row, arguments, what to do
     ({"prompt": "2+2?", "completion": "4", "label": "yes"}, ["--method", "kto"],
      r"kto: row 0: column 'label': expected true or false.*found 'yes'; .*row\['label'\] = row\['label'\] == VALUE"),
     ({"prompt": "2+2?", "completion": "4", "score": 0.8}, ["--method", "kto"],
-     r"column 'score' holds a score \(0.8\).*row\['label'\] = row\['score'\] >= limit; or make pairs for DPO"),
+     r"column 'score' holds a score \(0.8\).*row\['label'\] = row\['score'\] >= threshold, or make pairs for DPO"),
     ({"question": "2+2?", "answer": "4", "liked": "no"}, ["--method", "kto"],
-     "column 'liked' holds 'no', labels for KTO are true or false"),
+     "column 'liked' holds 'no', but labels for KTO must be true or false"),
     ([{"prompt": "q", "completion": "a", "label": label} for label in ("no", "yes", "no")], ["--method", "kto"],
-     r"holds 'no', 'yes', labels .* write row\['label'\] = row\['label'\] == VALUE, with the value that good answers"),
+     r"holds 'no', 'yes', but labels .* Set row\['label'\] = row\['label'\] == VALUE, with the value of good answers"),
     ({"chosen": "4", "rejected": "5"}, ["--method", "dpo"],
-     "dpo: row 0: columns 'chosen' and 'rejected': the texts share no beginning to be the prompt"),
+     "dpo: row 0: columns 'chosen' and 'rejected': the texts share no beginning that could be the prompt"),
     ({"prompt": "2+2?", "chosen": "4"}, ["--method", "dpo"],
      "nearest is prompt . chosen . rejected: .*chosen could be chosen; there is no column for rejected\n"),
     ({"a": 1, "b": 2.5}, [], r"format: none that is read\nsft reads .*\ndpo reads .*\nkto reads"),
     ({"id": "1", "system_prompt": "Be short.", "question": "2+2?", "response": "4"}, ["--method", "sft"],  # OpenOrca
-     "columns: {system: system_prompt, prompt: question, completion: response}\nthen sft: row 0: column 'system': the"
-     " row is plain text otherwise: set apply_chat_template: true"),
+     "columns: {system: system_prompt, prompt: question, completion: response}\nthen sft: row 0: column 'system':"
+     " requires messages, and the row is plain text. Set `apply_chat_template: true`"),
     ({"messages": [{"speaker": "me", "text": "hi"}]}, ["--method", "sft"],
      r"sft: row 0: column 'messages': message 0 has no role, expected {role, content}"),
     ({"prompt": "Q: what is two and two?\nA:", "completion": "Q: what is two and two?\nA: 4"}, ["--method", "sft"],
@@ -216,8 +216,8 @@ def test_in_tokens_of_a_model(described, tmp_path):
     assert text.endswith(
         "first example (sft), trained tokens in [[brackets]]:\n  prompt:\n    <|im_start|>user\n    2+2?<|im_end|>\n"
         "    <|im_start|>assistant\n    \n  completion:\n    [[4<|im_end|>]]\n"
-        "chat template:\n  it reads no reasoning: reasoning: keep writes it in <think> tags\n"
-        "  it writes no calls of tools: rows that hold some are refused\n"
+        "chat template:\n  it reads no reasoning. With `reasoning: keep`, reasoning is written in <think> tags\n"
+        "  it writes no tool calls. Rows with tool calls are rejected\n"
     )
     row = {"prompt_ids": [65, 66], "completion_ids": [67, 68, 69], "completion_mask": [1, 0, 1]}
     assert "  prompt:\n    AB\n  completion:\n    [[C]]D[[E]]\n" in described(row, "--model", "tiny")[1]

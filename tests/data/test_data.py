@@ -202,7 +202,7 @@ def test_alpacas_columns_are_a_prompt_and_its_answer():
     assert texts([row], "sft", apply_chat_template=True)[0][0] == asked
     with_system = texts([{**row, "system": "Be short."}], "opd", apply_chat_template=True)[0][0]
     assert with_system == f"<|im_start|>system\nBe short.{END}\n{asked}"
-    with pytest.raises(InputError, match=r"column 'history' says what was asked, and instruction \+ output"):
+    with pytest.raises(InputError, match=r"column 'history' seems to be a part of the prompt, but instruction \+ output"):
         prepare([{**row, "history": [["1+1?", "2"]]}], "sft")
 
 
@@ -669,13 +669,13 @@ def test_sources_that_are_mixed_are_read_from_the_same_columns(tmp_path):
     alpaca = {"instruction": "a", "output": "b"}
     assert mixed(alpaca, {**alpaca, "input": "c"})["input"][:] == [None, "c"]
     for one, other, method, message in [
-        (turns, GOOD, "sft", r"0.jsonl is read from messages, .*1.jsonl from completion, prompt: sources are mixed"),
+        (turns, GOOD, "sft", r"mixed must have the same .*0.jsonl is read from messages, .*1.jsonl from completion, prompt"),
         ({"prompt_ids": [1], "completion_ids": [2]}, {"prompt_ids": [1], "completion_ids": [2], "completion_mask": [1]},
          "sft", "from completion_ids, completion_mask, prompt_ids"),
         ({"input_ids": [1]}, {"input_ids": [1], "labels": [1]}, "sft", "from input_ids, labels"),
         ({"chosen": [USER, REPLY], "rejected": [USER, WRONG]}, {"prompt": "a", "chosen": "b", "rejected": "c"}, "dpo",
          "0.jsonl is read from chosen, rejected, .*1.jsonl from chosen, prompt, rejected"),
-        (turns, {**turns, "instruction": "Add."}, "sft", "column 'instruction' says what was asked"),
+        (turns, {**turns, "instruction": "Add."}, "sft", "column 'instruction' seems to be a part of the prompt"),
         (GOOD, {"text": "a"}, "opd", "columns text are not supported by opd"),
     ]:  # fmt: skip
         with pytest.raises(InputError, match=message):
@@ -698,7 +698,7 @@ def test_json_and_parquet_are_mixed(tmp_path):
 
 def test_a_weight_that_leaves_no_row_is_refused(tmp_path):
     path = jsonl(tmp_path / "rows.jsonl", [GOOD] * 4)
-    with pytest.raises(InputError, match=r"rows.jsonl: weight 0.1 of 4 rows leaves none: raise it, or drop the source"):
+    with pytest.raises(InputError, match=r"rows.jsonl: weight 0.1 of 4 rows leaves none. Increase the weight, or"):
         load(source(path, weight=0.1))
 
 
@@ -725,7 +725,7 @@ def test_cells_of_csv_are_text(tmp_path):
 def test_files_of_a_folder_that_would_not_be_read_are_named(names, tmp_path):
     for name in names:
         (tmp_path / name).write_text('{"text": "a"}\n')
-    with pytest.raises(InputError, match=f"{names[-1]} would not be read: a folder has files of one kind"):
+    with pytest.raises(InputError, match=f"{names[-1]} would not be read. The files of a folder must be of one type"):
         load(source(tmp_path))
 
 
@@ -745,7 +745,7 @@ def test_files_of_other_splits_are_named(tmp_path, caplog, monkeypatch):
 def test_what_is_no_data_set_is_refused(tmp_path, monkeypatch, caplog):
     path = jsonl(tmp_path / "rows.jsonl", [{"question": "a", "answer": "b"}])
     assert len(load(source(path, name="main"))) == 1  # as with a recipe for the hub
-    assert caplog.messages == [f"{path}: name: main is not read, it is a configuration of a data set of the hub"]
+    assert caplog.messages == [f"{path}: name: main is not read, since it is only valid for a data set of the hub"]
     monkeypatch.setenv("HOME", str(tmp_path))
     for home in ("~", str(tmp_path.parent)):
         with pytest.raises(InputError, match="is the home folder or a parent of it. Set the path of a file"):
@@ -797,7 +797,7 @@ def test_unreadable_files(name, content, message, tmp_path):
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_file_has_no_splits(streaming, tmp_path):
     path = jsonl(tmp_path / "rows.jsonl", [{"text": str(n)} for n in range(10)])
-    with pytest.raises(InputError, match=r"rows\.jsonl: it is one file, without a split 'validation': set split"):
+    with pytest.raises(InputError, match=r"rows\.jsonl: it is a single file, which has no split 'validation'. Set split"):
         load(source(path, split="validation", streaming=streaming))
     rows = load(source(path, split="train[80%:]", streaming=streaming)) if not streaming else None
     assert streaming or rows["text"][:] == ["8", "9"]
@@ -846,10 +846,10 @@ def test_assistant_only_loss_is_refused_on_ids():
 
 def test_wrong_column_or_split(tmp_path):
     path = jsonl(tmp_path / "train.jsonl", [{"question": "q", "answer": "a"}])
-    message = r"no column 'qestion' for 'prompt' \(did you mean 'question'\?\); there are question, answer"
+    message = r"no column 'qestion' for 'prompt' \(did you mean 'question'\?\); valid: question, answer"
     with pytest.raises(InputError, match=message):
         load(source(path, columns={"prompt": "qestion"}))
-    with pytest.raises(InputError, match=r"no column 'questions' for 'completion'; there are question, answer"):
+    with pytest.raises(InputError, match=r"no column 'questions' for 'completion'; valid: question, answer"):
         load(source(path, columns={"prompt": "question", "completion": "questions"}))
     with pytest.raises(InputError, match="Unknown split"):
         load(source(tmp_path, split="test"))
@@ -866,7 +866,7 @@ def test_sources_of_different_types(streaming, weight, tmp_path):
 
 def test_streams_alongside_other_sources(tmp_path):
     one, two = (jsonl(tmp_path / name, [GOOD]) for name in ("one.jsonl", "two.jsonl"))
-    with pytest.raises(InputError, match=r"\(.*two.jsonl with streaming: true, .*one.jsonl without\): set it for all"):
+    with pytest.raises(InputError, match=r"\(.*two.jsonl with streaming: true, .*one.jsonl without\)\. Set it for all"):
         load([source(one), source(two, streaming=True)], "data.train")
 
 
@@ -904,8 +904,8 @@ def test_slices_of_saved_sets(saved, name, split, expected, streaming):
         ("more", "test", r"cannot read .*more: Unknown split \"test\". Should be one of \['train', 'valid'\]"),
         ("more", "train[x]", r"cannot read .*more: Unrecognized instruction format: train\[x\]"),
         ("one", "train[:1%]", "one has no rows"),
-        ("one", "train+test", r"one saved data set, without a split 'train\+test': set split: train, or a part"),
-        ("one", "any", "one saved data set, without a split 'any'"),
+        ("one", "train+test", r"a single saved data set, which has no split 'train\+test'. Set split: train, or a part"),
+        ("one", "any", "a single saved data set, which has no split 'any'"),
     ],
 )
 def test_splits_that_a_saved_set_has_not(saved, name, split, message):
@@ -1099,7 +1099,7 @@ def test_prepared_rows_are_not_longer_than_max_length():
 
 def test_a_column_is_not_given_to_two_of_ours(tmp_path):
     path = jsonl(tmp_path / "rows.jsonl", [{"a": "x"}])
-    with pytest.raises(InputError, match="column 'a' is for 'prompt' and for 'completion': it can be one"):
+    with pytest.raises(InputError, match="column 'a' cannot be mapped to both 'prompt' and 'completion'. Remove one"):
         load(source(path, columns={"prompt": "a", "completion": "a"}))
 
 

@@ -25,13 +25,13 @@ AFTER_SYSTEM = f"<|im_start|>system\nBe short.{END}\n{ASKED}"
 @pytest.mark.parametrize(
     ("row", "method", "message"),
     [
-        ({"question": "2+2?", **ANSWERS}, "dpo", r"'question' .* write columns: {prompt: question}; if it is no"),
-        ({"system": "Add.", "question": "2+2?", **ANSWERS}, "dpo", r"write columns: {prompt: question}"),
-        ({"Question": "3+3?", **TURNS}, "dpo", r"column 'Question' says what was asked"),
-        ({"system_prompt": "Add.", "messages": [USER, REPLY]}, "sft", r"write columns: {system: system_prompt}"),
-        ({"question": "2+2?", "text": "4"}, "sft", r"write columns: {prompt: question, completion: text}"),
-        ({"instruction": "Add.", "output": "4", "text": "### 4"}, "sft", r"write columns: {unused: text}"),
-        ({"context": "Sums.", "messages": [USER, REPLY]}, "opd", r"put its text into the messages; .*unused: context"),
+        ({"question": "2+2?", **ANSWERS}, "dpo", r"'question' .* Set columns: {prompt: question}\. If it is not"),
+        ({"system": "Add.", "question": "2+2?", **ANSWERS}, "dpo", r"Set columns: {prompt: question}"),
+        ({"Question": "3+3?", **TURNS}, "dpo", r"column 'Question' seems to be a part of the prompt"),
+        ({"system_prompt": "Add.", "messages": [USER, REPLY]}, "sft", r"Set columns: {system: system_prompt}"),
+        ({"question": "2+2?", "text": "4"}, "sft", r"Set columns: {prompt: question, completion: text}"),
+        ({"instruction": "Add.", "output": "4", "text": "### 4"}, "sft", r"Set columns: {unused: text}"),
+        ({"context": "Sums.", "messages": [USER, REPLY]}, "opd", r"Put its text into the messages\. .*unused: context"),
         ({"prompt": "3+3?", **TURNS}, "dpo", r"row 0: column 'prompt': '3\+3\?' does not stand in .* share, '2\+2\?'"),
     ],
 )
@@ -75,7 +75,7 @@ def test_columns_that_are_not_read_are_named_once_in_a_run_and_in_a_check(caplog
 
 def test_a_part_of_the_prompt_beside_a_prompt_is_warned_of(caplog):
     prepare([{"prompt": "q", "completion": "a", "context": "a page of text"}], "sft")
-    assert "column 'context' says what was asked, and prompt + completion does not read it" in caplog.text
+    assert "column 'context' seems to be a part of the prompt, but prompt + completion does not read it" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -109,8 +109,8 @@ def test_sources_keep_the_tools_and_system_that_only_some_have(tmp_path, caplog)
     with caplog.at_level(logging.INFO, "hf_posttrain.data"):
         rows = load([source(one), source(two)])
     assert (rows[0]["system"], rows[0]["tools"], rows[1]["tools"]) == ("Be short.", None, [{"name": "f"}])
-    assert caplog.messages == [f"{one}, {two}: not all sources have these columns, which are not read: id"]
-    with pytest.raises(InputError, match="system, tools must be a column of all sources that are streams"):
+    assert caplog.messages == [f"{one}, {two}: these columns are not in all sources, and are not read: id"]
+    with pytest.raises(InputError, match="system, tools must be columns of all sources that are streams"):
         load([source(one, streaming=True), source(two, streaming=True)])
 
 
@@ -352,7 +352,7 @@ def test_pictures_next_to_text_are_refused(images):
     if "PNG" in str(images):
         kind = datasets.Image()
         rows = rows.cast_column("images", datasets.List(kind) if isinstance(images, list) else kind)
-    problem = r"'images' is vision-related, and text alone is trained: .* such as columns: {unused: images}"
+    problem = r"'images' holds images, which a text model cannot read\. .* with columns: {unused: images}"
     for given in (rows, rows.to_iterable_dataset()):
         with pytest.raises(InputError, match=problem):
             list(prepare(given, "sft"))
@@ -437,7 +437,7 @@ def test_the_data_command_names_them_too(tmp_path, monkeypatch, capsys):
     assert "columns: {prompt: question}" in capsys.readouterr().out
     jsonl(tmp_path / "mine.jsonl", [{"context": "Sums.", "messages": [USER, REPLY]}])
     assert data_command.main(["mine.jsonl"]) == 2
-    assert "sft: column 'context' says what was asked, and messages does not read it" in capsys.readouterr().out
+    assert "sft: column 'context' seems to be a part of the prompt, but messages does not read it" in capsys.readouterr().out
 
 
 def test_answers_of_several_messages_keep_the_prompt_of_the_conversation():
