@@ -492,7 +492,7 @@ def test_a_layer_that_lora_does_not_find_is_told_before_anything_is_written(fold
     byte_tokenizer().save_pretrained("base")
     for option, problem in (
         ("target_modules: [q_prj, down_proj]", "'q_prj' matches nothing in the model; did you mean 'q_proj'?"),
-        ("alpha_pattern: {q_prj: 4}", "'q_prj' matches no layer with an adapter, or those of an earlier"),
+        ("alpha_pattern: {q_prj: 4}", "'q_prj' matches no layer with an adapter, or only layers that match an earlier"),
         ("trainable_token_indices: [300]", "300 is none of the 300 tokens of the model"),
     ):
         model = f"model:\n  name_or_path: base\n  lora:\n    {option}\n"

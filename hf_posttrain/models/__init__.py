@@ -1,1 +1,1 @@
-"""Loading models and tokenizers, preparing the policy, and the frozen second models: references and teachers."""
+"""Loading of models and tokenizers, setup of the policy, and frozen second models (references and teachers)."""

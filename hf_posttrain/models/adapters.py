@@ -1,4 +1,4 @@
-"""Adapters: the config that a recipe asks for, what PEFT refuses or passes over, and what belongs to an adapter."""
+"""PEFT adapters: their config from a recipe, checks of what PEFT rejects or ignores, and their weights."""
 
 import copy
 import itertools
@@ -22,119 +22,153 @@ from ..scoring import forward
 from .config import ModelSection
 
 logger = logging.getLogger(__name__)
-_VARIANTS_WITH_LOSS = ("kasa_config", "monteclora_config")  # variants of LoRA
+_VARIANTS_WITH_LOSS = ("kasa_config", "monteclora_config")
+"""Fields of LoraConfig for variants of LoRA that require a loss."""
 _MAMBA_MODEL_TYPES = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
-"""Models in which PEFT refuses an adapter on out_proj (tuners_utils._check_lora_target_modules_mamba)."""
-_PLAIN_LINEAR_NAMES = ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")  # Falcon's, whose class writes the product out
+"""Models in which PEFT rejects an adapter on out_proj (tuners_utils._check_lora_target_modules_mamba)."""
+_PLAIN_LINEAR_NAMES = ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")
+"""Linear layers of Falcon, whose class overrides forward but computes the same product."""
 _INIT_BY_WEIGHT = ("orthogonal", "pissa", "olora", "lora_ga", "mica")
-"""Values of init_lora_weights, or their beginnings, that read the weight of a layer."""
+"""Values of init_lora_weights, or their prefixes, that read the weight of a layer."""
 _INIT_BY_DATA = {"corda": "eigens", "eva": None, "lora_ga": "_peft_loraga_grad"}
-"""Values of init_lora_weights that data decide -> what PEFT's preprocessing leaves with a layer, before the adapter."""
+"""Values of init_lora_weights that depend on data -> the attribute that PEFT's preprocessing sets on a layer."""
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 PEFT_OPTION = "peft_config (model.lora)"
-"""The options that ask for an adapter, for messages."""
+"""The options that request an adapter, for messages."""
 ZERO_ROW = 1e-4
 _LORA_ALIASES = {"alpha": "lora_alpha", "dropout": "lora_dropout"}
 
 
-def lora_config(section: ModelSection, where: str = "model") -> peft.LoraConfig | None:
-    """`section.lora` as a LoraConfig for a causal LM, on all linear layers by default; None without LoRA.
+def lora_config(section: ModelSection, location: str = "model") -> peft.LoraConfig | None:
+    """Return `section.lora` as a LoraConfig for a causal LM, by default on all linear layers, or None without LoRA.
 
-    alpha and dropout are short for LoraConfig's names. where: the place of the section, for messages. Raises
-    InputError for a field under two names, and for what LoraConfig refuses.
+    `alpha` and `dropout` are aliases of the names in LoraConfig.
+
+    Args:
+        section: The section of the model.
+        location: Location of the section, for messages.
+
+    Raises:
+        InputError: If a field is set under two names, and for errors of LoraConfig.
     """
     if section.lora is None:
         return None
     values = {_LORA_ALIASES.get(name, name): value for name, value in section.lora.items()}
     if len(values) < len(section.lora):
-        raise InputError(f"{where}: model.lora gives alpha or dropout under two names")
-    # PEFT takes a string as a regular expression of whole names, and a plain word is none of them
+        raise InputError(f"{location}: model.lora sets alpha or dropout under two names. Remove one of them")
+
+    # PEFT takes a string as a regular expression of full names, which a single word does not match
     for name in ("target_modules", "exclude_modules", "modules_to_save"):
         if isinstance(word := values.get(name), str) and word != "all-linear" and re.fullmatch(r"[\w.]+", word):
             values[name] = [word]
     try:
         return peft.LoraConfig(**{"target_modules": "all-linear", "task_type": "CAUSAL_LM", **values})
     except (ValueError, TypeError, ImportError) as error:
-        raise InputError(f"{where}: model.lora: {error}") from error
+        raise InputError(f"{location}: model.lora: {error}") from error
 
 
 def check_adapter_kind(config: peft.PeftConfig) -> None:
-    """Raises InputError for an adapter that is not inside the layers (prompt tuning), and for one that needs more than
-    a forward: inputs of its own, or as AdaLoRA a loss, and calls in each step; or that draws its weights in each.
+    """Raise InputError for kinds of adapters that cannot be trained here.
+
+    These are adapters outside of the layers (prompt tuning), adapters that require more than a forward, such as their
+    own inputs (or for AdaLoRA a loss, and calls in each step), and adapters that draw random weights in each step.
     """
     kind = getattr(config.peft_type, "value", config.peft_type)
     variant = next((name for name in _VARIANTS_WITH_LOSS if getattr(config, name, None)), None)
     if config.is_prompt_learning or variant or kind in ("ADALORA", "POLY", "PVERA", "SHADOW", "XLORA"):
-        what = variant or kind
-        raise InputError(f"{what}: only adapters that act inside the layers, by themselves, are supported (LoRA, ...)")
+        raise InputError(
+            f"{variant or kind} is not supported. Use an adapter that acts only inside layers, such as LoRA"
+        )
     if str(init := getattr(config, "init_lora_weights", None)).startswith("pissa_niter"):
-        problem = "begins at a random part of the weights, which who loads the adapter does not draw again: use pissa"
-        raise InputError(f"init_lora_weights: {init} {problem}")
+        raise InputError(
+            f"init_lora_weights: {init} is not supported, since it starts from a random part of the weights that is "
+            "not reproduced when the adapter is loaded. Use pissa"
+        )
 
 
-def add_adapter(model: nn.Module, config: Any, vision: bool = False) -> nn.Module:
-    """The model, which may be on the meta device, with a new adapter, which is not on a tower for pictures unless
-    `vision`. Raises InputError where it has one, for what PEFT refuses, and for names in the config that nothing in the
-    model has.
+def add_adapter(model: nn.Module, peft_config: object, vision: bool = False) -> nn.Module:
+    """Return the model, which may be on the meta device, with a new adapter.
+
+    Args:
+        model: The model.
+        peft_config: The config of the adapter.
+        vision: Whether the vision encoder gets an adapter, too.
+
+    Raises:
+        InputError: If the model has an adapter, if PEFT rejects the config, and for names in the config that do not
+            exist in the model.
     """
     if isinstance(model, peft.PeftModel):
         raise InputError(
-            "the model already has an adapter: merge it first, or drop peft_config (model.lora) to continue it"
+            "the model already has an adapter. Merge it first, or remove peft_config (model.lora) to train it further"
         )
-    if not isinstance(config, peft.PeftConfig):
-        raise InputError(f"peft_config: a {type(config).__name__} is none: pass a LoraConfig, or another of PEFT's")
+    if not isinstance(peft_config, peft.PeftConfig):
+        raise InputError(f"peft_config must be a LoraConfig or another PeftConfig, not {type(peft_config).__name__}")
     if getattr(model, "is_quantized", False):
         model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+
     on_meta = next(model.parameters()).is_meta
-    asked = config
-    _check_init(asked, model)
-    config = config_with_default_init(config) if on_meta else copy.deepcopy(config)  # PEFT writes into it
+    _check_init(peft_config, model)
+    # a copy, since PEFT writes into the config
+    config: Any = config_with_default_init(peft_config) if on_meta else copy.deepcopy(peft_config)
     if hasattr(config, "exclude_modules"):
         config.exclude_modules = _merge_excluded(config.exclude_modules, _excluded_modules(model, config, vision))
     modules = [name for name, _ in model.named_modules()]
-    # PEFT reads these rows of the embedding at once
+
+    # PEFT reads these rows of the embedding while it adds the adapter
     tokens = getattr(config, "trainable_token_indices", None) or getattr(config, "token_indices", None) or []
     rows = itertools.chain(*tokens.values()) if isinstance(tokens, dict) else tokens
     size = forward.causal_lm(model).config.get_text_config().vocab_size
-    if wrong := [row for row in rows if row not in range(size)]:
-        raise InputError(f"{PEFT_OPTION}: trainable_token_indices: {wrong[0]} is none of the {size} tokens of the model")
+    if invalid := [row for row in rows if row not in range(size)]:
+        raise InputError(
+            f"{PEFT_OPTION}: trainable_token_indices: {invalid[0]} is not one of the {size} tokens of the model"
+        )
+
     with _unchanged_on_error(model):
-        policy = _inject_adapter(model, config, asked, modules)
-        for problem in itertools.chain(_ignored_options(policy, asked, modules), _unloadable_weights(policy)):
+        policy = _inject_adapter(model, config, peft_config, modules)
+        for problem in itertools.chain(_ignored_options(policy, peft_config, modules), _unloadable_weights(policy)):
             raise InputError(f"{PEFT_OPTION}: {problem}")
     _fill_zero_rows(policy)
     return policy
 
 
-def _inject_adapter(model: Any, config: Any, asked: Any, modules: list[str]) -> Any:
-    """The model with PEFT's layers in it. Raises InputError for what PEFT refuses, and for an initialization that reads
-    weights which a layer does not have.
+def _inject_adapter(
+    model: nn.Module, config: peft.PeftConfig, user_config: peft.PeftConfig, modules: list[str]
+) -> peft.PeftModel:
+    """Return the model with PEFT's layers.
 
-    asked: the config as the user gave it. modules: names in the model without the adapter.
+    Args:
+        model: The model.
+        config: The config of the adapter, adjusted to the model.
+        user_config: The config of the adapter as the user passed it.
+        modules: Names of the modules without the adapter.
+
+    Raises:
+        InputError: If PEFT rejects the config, or if the initialization reads weights that a layer does not have.
     """
-    init = getattr(asked, "init_lora_weights", None)
+    init = getattr(user_config, "init_lora_weights", None)
     try:
         with warnings.catch_warnings():
-            # PEFT reads it by its old name
+            # PEFT reads this attribute under its old name
             warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing")
             if next(model.parameters()).is_meta:
-                _try_init(asked)
-            policy: Any = peft.get_peft_model(model, config)
+                _try_init(user_config)
+            policy: Any = peft.get_peft_model(model, config)  # type: ignore[arg-type]
     except (ValueError, TypeError, ImportError, AttributeError, re.error) as error:
-        if found := re.match(r"'(\w+)' object has no attribute 'weight'", str(error)):
-            raise _init_without_weight(init, found[1]) from error
-        first = str(error).strip().partition("\n")[0]
-        raise InputError(f"{PEFT_OPTION}: {first.rstrip('.')}{_module_hint(config, modules)}") from error
+        if match := re.match(r"'(\w+)' object has no attribute 'weight'", str(error)):
+            raise _init_without_weight_error(init, match[1]) from error
+        first_line = str(error).strip().partition("\n")[0]
+        raise InputError(f"{PEFT_OPTION}: {first_line.rstrip('.')}{_module_hint(config, modules)}") from error
     if str(init).startswith(_INIT_BY_WEIGHT):
         for layer in adapted_layers(policy):
             if not hasattr(base := layer.get_base_layer(), "weight"):
-                raise _init_without_weight(init, type(base).__name__)
+                raise _init_without_weight_error(init, type(base).__name__)
     return policy
 
 
 @contextmanager
-def _unchanged_on_error(model: Any) -> Iterator[None]:
-    """Take the layers of an adapter out of the model again, where the block raises an error."""
+def _unchanged_on_error(model: nn.Module) -> Iterator[None]:
+    """Remove the layers of an adapter from the model if the block raises an error."""
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     try:
         yield
@@ -144,30 +178,34 @@ def _unchanged_on_error(model: Any) -> Iterator[None]:
             for name, layer in model.named_modules()
             if isinstance(layer, BaseTunerLayer | AuxiliaryTrainingWrapper)
         ]
-        for name, layer in reversed(wrappers):  # of several around one layer, the outer one comes first
-            own = layer.get_base_layer() if isinstance(layer, BaseTunerLayer) else layer.original_module
-            model.set_submodule(name, own)
-        model.tie_weights()
+        for name, layer in reversed(wrappers):  # of nested wrappers, the outer one comes first
+            base: Any = layer.get_base_layer() if isinstance(layer, BaseTunerLayer) else layer.original_module
+            model.set_submodule(name, base)
+        model.tie_weights()  # type: ignore[operator]
         for weight in trained:
             weight.requires_grad_(True)
         raise
 
 
-def _check_init(config: Any, model: nn.Module) -> None:
-    """Raises InputError for a value of `init_lora_weights` that data decide where they did not: PEFT takes it as random
-    weights, or fails after the model is loaded.
+def _check_init(config: peft.PeftConfig, model: nn.Module) -> None:
+    """Raise InputError for a value of `init_lora_weights` that requires data, if the model was not preprocessed.
+
+    PEFT would use random weights, or fail after the model is loaded.
     """
     init = getattr(config, "init_lora_weights", None)
     if init in _INIT_BY_DATA:
-        left = _INIT_BY_DATA[init]
-        if left is None or not any(hasattr(module, left) for module in model.modules()):
-            fix = "initialize the adapter with PEFT and pass that model, or choose another value"
-            raise InputError(f"{PEFT_OPTION}: init_lora_weights: {init} reads data before training: {fix}")
+        attribute = _INIT_BY_DATA[init]
+        if attribute is None or not any(hasattr(module, attribute) for module in model.modules()):
+            raise InputError(
+                f"{PEFT_OPTION}: init_lora_weights: {init} requires data before training. Initialize the adapter with "
+                "PEFT and pass that model, or choose another value"
+            )
 
 
 def _try_init(config: peft.PeftConfig) -> None:
-    """Initialize an adapter of one small layer. PEFT raises its errors: on the meta device it draws no weights, and
-    does not read `init_lora_weights`.
+    """Initialize an adapter of one small layer, so that PEFT raises its errors.
+
+    On the meta device PEFT initializes no weights and does not read `init_lora_weights`.
     """
     if isinstance(config, peft.LoraConfig):
         options: dict[str, Any] = {"init_lora_weights": config.init_lora_weights, "loftq_config": config.loftq_config}
@@ -175,11 +213,13 @@ def _try_init(config: peft.PeftConfig) -> None:
             peft.get_peft_model(nn.Sequential(nn.Linear(4, 4)), peft.LoraConfig(r=2, target_modules=["0"], **options))
 
 
-def _init_without_weight(init: Any, layer: str) -> InputError:
-    """Return the error for an initialisation that reads the weight of a layer, where there is none."""
-    problem = f"init_lora_weights: {init} reads the weight of each layer, and {layer} keeps its experts as parameters"
-    fix = "set init_lora_weights: true, or target_modules to layers outside of the experts, such as [q_proj, v_proj]"
-    return InputError(f"{PEFT_OPTION}: {problem}: {fix}")
+def _init_without_weight_error(init: object, layer: str) -> InputError:
+    """Return the error for an initialization that reads the weight of a layer without one."""
+    return InputError(
+        f"{PEFT_OPTION}: init_lora_weights: {init} reads the weight of each layer, but {layer} stores its experts as "
+        "parameters. Set init_lora_weights: true, or set target_modules to layers outside of the experts, such as "
+        "[q_proj, v_proj]"
+    )
 
 
 def _module_hint(config: peft.PeftConfig, modules: Iterable[str]) -> str:
@@ -193,8 +233,9 @@ def _module_hint(config: peft.PeftConfig, modules: Iterable[str]) -> str:
 
 
 def _fill_zero_rows(policy: nn.Module) -> None:
-    """Give rows of zeros under DoRA, such as that of padding in a tied head, a little of the adapter: it divides by
-    their norm, and would compute NaN.
+    """Add a small value to the adapter in weight rows of zeros under DoRA, such as that of padding in a tied head.
+
+    DoRA divides by the norm of a row, which would give NaN.
     """
     for layer in adapted_layers(policy):
         for name, magnitude in getattr(layer, "lora_magnitude_vector", {}).items():
@@ -211,153 +252,189 @@ def _fill_zero_rows(policy: nn.Module) -> None:
 
 
 def _excluded_modules(model: nn.Module, config: peft.PeftConfig, vision: bool) -> list[str]:
-    """Modules that get no adapter, whatever its config says: a tower's unless `vision`, and what all-linear leaves
-    out.
-    """
-    found = []
+    """Return modules that never get an adapter: exceptions of all-linear, and without `vision` the vision encoder."""
+    excluded = []
     if getattr(config, "target_modules", None) == "all-linear":
-        linear = {name: type(module) for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-        found = _excluded_from_all_linear(forward.causal_lm(model).config, linear)
+        linear: dict[str, type[nn.Module]] = {
+            name: type(module) for name, module in model.named_modules() if isinstance(module, nn.Linear)
+        }
+        excluded = _excluded_from_all_linear(forward.causal_lm(model).config, linear)
     if not vision and forward.is_vision_language_model(model):
-        found += [name for name, _ in model.named_modules() if forward.is_vision_parameter(model, name)]
-        logger.info("no adapter on the tower for pictures (train_vision: false)")
-    return found
+        excluded += [name for name, _ in model.named_modules() if forward.is_vision_parameter(model, name)]
+        logger.info("no adapter on the vision encoder (train_vision: false)")
+    return excluded
 
 
-def _merge_excluded(theirs: Any, ours: list[str]) -> Any:
-    """`exclude_modules` of a user, names or an expression of whole ones, with more names."""
-    if not isinstance(theirs, str):
-        return [*(theirs or ()), *ours] or None
-    return "|".join([f"(?:{theirs})", *(rf"(?:.*\.)?{re.escape(name)}" for name in ours)])
+def _merge_excluded(user_value: str | Iterable[str] | None, names: list[str]) -> str | list[str] | None:
+    """Return `exclude_modules` of the user, which is a list or a regular expression of full names, with more names."""
+    if not isinstance(user_value, str):
+        return [*(user_value or ()), *names] or None
+    return "|".join([f"(?:{user_value})", *(rf"(?:.*\.)?{re.escape(name)}" for name in names)])
 
 
-def _excluded_from_all_linear(config: PreTrainedConfig, linear: dict[str, Any]) -> list[str]:
-    """Names of layers that all-linear leaves out: routers that are linear by class and return several tensors, and what
-    PEFT refuses in models of Mamba's kind, whose kernels read the weight itself.
+def _excluded_from_all_linear(config: PreTrainedConfig, linear: dict[str, type[nn.Module]]) -> list[str]:
+    """Return the names of layers that all-linear excludes.
+
+    These are routers that are linear by class but return several tensors, and layers of Mamba models that PEFT rejects,
+    since kernels read their weight directly.
     """
-    own = {
-        name.rpartition(".")[2]: kind
-        for name, kind in linear.items()
-        if kind.__module__.startswith("transformers.models.")
+    model_specific = {
+        name.rpartition(".")[2]: layer_class
+        for name, layer_class in linear.items()
+        if layer_class.__module__.startswith("transformers.models.")
     }
-    found = {name for name, kind in own.items() if kind.forward is not nn.Linear.forward and name not in _PLAIN_LINEAR_NAMES}
+    excluded = {
+        name
+        for name, layer_class in model_specific.items()
+        if layer_class.forward is not nn.Linear.forward and name not in _PLAIN_LINEAR_NAMES
+    }
     if getattr(config, "model_type", "") in _MAMBA_MODEL_TYPES:
-        found |= {"out_proj"} & {name.rpartition(".")[2] for name in linear}
-    if found:
-        logger.info("all-linear: no adapter on %s, whose output or weight is used otherwise", ", ".join(sorted(found)))
-    return sorted(found)
+        excluded |= {"out_proj"} & {name.rpartition(".")[2] for name in linear}
+    if excluded:
+        logger.info(
+            "all-linear: no adapter on %s, whose output or weight is not used as in a linear layer",
+            ", ".join(sorted(excluded)),
+        )
+    return sorted(excluded)
 
 
-def _ignored_options(policy: Any, asked: Any, modules: list[str]) -> Iterator[str]:
-    """What PEFT has left out in silence of `asked`, an adapter's config as the user gave it.
+def _ignored_options(policy: peft.PeftModel, config: peft.PeftConfig, modules: list[str]) -> Iterator[str]:
+    """Yield a message for each option that PEFT has silently ignored.
 
-    modules: names in the model without the adapter.
+    Args:
+        policy: The model with the adapter.
+        config: The config of the adapter as the user passed it.
+        modules: Names of the modules without the adapter.
     """
-    given: Any = lambda option: getattr(asked, option, None) or ()  # noqa: E731
+
+    def value_of(option: str) -> Any:
+        return getattr(config, option, None) or ()
+
     adapted = [name for kind in ("module", "parameter") for name in getattr(policy, f"targeted_{kind}_names", ())]
-    ends = {name.rpartition(".")[2] for name in modules}
-    places = {"target_modules": adapted, "target_parameters": adapted}
-    for option, names in (places | {"exclude_modules": modules, "modules_to_save": modules}).items():
-        if isinstance(wanted := given(option), str) and option != "modules_to_save":
-            # an expression of whole names; of targets PEFT says itself if none match
-            patterns = {wanted: wanted} if option == "exclude_modules" else {}
+    known_names = {name.rpartition(".")[2] for name in modules}
+    candidates = {"target_modules": adapted, "target_parameters": adapted}
+    candidates |= {"exclude_modules": modules, "modules_to_save": modules}
+    for option, names in candidates.items():
+        if isinstance(value := value_of(option), str) and option != "modules_to_save":
+            # a regular expression of full names; for targets that match nothing PEFT raises an error itself
+            patterns = {value: value} if option == "exclude_modules" else {}
         else:
-            patterns = {end: rf"(.*\.)?{re.escape(end)}" for end in sorted(wanted)}
-        for each, pattern in patterns.items():
+            patterns = {name: rf"(.*\.)?{re.escape(name)}" for name in sorted(value)}
+        for entry, pattern in patterns.items():
             if not any(re.fullmatch(pattern, name) for name in names):
-                missing = f"matches nothing in the model{name_hint(each, ends, list_valid=False)}"
-                yield f"{option}: {each!r} {'is left out by other options' if each in ends else missing}"
+                unknown = f"matches nothing in the model{name_hint(entry, known_names, list_valid=False)}"
+                yield f"{option}: {entry!r} {'is excluded by other options' if entry in known_names else unknown}"
+
     for option in ("rank_pattern", "alpha_pattern"):
-        # of several expressions that match a layer PEFT takes the first
-        used = {next((key for key in given(option) if re.match(rf"(.*\.)?({key})$", name)), None) for name in adapted}
-        if unused := [key for key in given(option) if key not in used]:
-            yield f"{option}: {unused[0]!r} matches no layer with an adapter, or those of an earlier key alone"
-    if (layers := getattr(asked, "layers_to_transform", None)) not in (None, []):
-        chosen = {layers} if isinstance(layers, int) else {*layers}
-        lists = given("layers_pattern") or "[^.]*"
-        numbered = rf"(?:^|.*?\.)(?:{lists if isinstance(lists, str) else '|'.join(lists)})\.(\d+)\."
-        found = {int(match[1]) for name in adapted if (match := re.match(numbered, name))}
-        if chosen != found:
-            yield f"layers_to_transform: asks for layers {sorted(chosen)}, and adapters are in {sorted(found)}"
-    # PEFT's adapters of the two are then views of one memory, which each move or cast of the model parts
-    head, embedding = (getattr(policy.get_base_model(), f"get_{end}_embeddings")() for end in ("output", "input"))
-    if given("ensure_weight_tying") and isinstance(head, BaseTunerLayer) and head.weight is embedding.weight:
-        instead = "modules_to_save: [embed_tokens], or trainable_token_indices"
-        yield f"ensure_weight_tying: LoRA on a tied head does not stay tied on its way to a GPU: use {instead}"
+        # if several expressions match a layer, PEFT takes the first
+        keys = value_of(option)
+        used = {next((key for key in keys if re.match(rf"(.*\.)?({key})$", name)), None) for name in adapted}
+        if unused := [key for key in keys if key not in used]:
+            yield f"{option}: {unused[0]!r} matches no layer with an adapter, or only layers that match an earlier key"
+
+    if (layers := getattr(config, "layers_to_transform", None)) not in (None, []):
+        requested = {layers} if isinstance(layers, int) else {*layers}
+        pattern = value_of("layers_pattern") or "[^.]*"
+        numbered = rf"(?:^|.*?\.)(?:{pattern if isinstance(pattern, str) else '|'.join(pattern)})\.(\d+)\."
+        actual = {int(match[1]) for name in adapted if (match := re.match(numbered, name))}
+        if requested != actual:
+            yield f"layers_to_transform: requests layers {sorted(requested)}, but adapters are in {sorted(actual)}"
+
+    # PEFT's adapters of head and embedding are then views of one memory, which each move or cast of the model separates
+    base_model: Any = policy.get_base_model()
+    head = base_model.get_output_embeddings()
+    embedding = base_model.get_input_embeddings()
+    if value_of("ensure_weight_tying") and isinstance(head, BaseTunerLayer) and head.weight is embedding.weight:
+        yield (
+            "ensure_weight_tying: LoRA on a tied head does not stay tied when the model is moved to a GPU. Use "
+            "modules_to_save: [embed_tokens], or trainable_token_indices"
+        )
 
 
 def _unloadable_weights(policy: peft.PeftModel) -> Iterator[str]:
-    """What of an adapter is saved and would not be loaded again. PEFT loads through the renamings that transformers has
-    for weights of older files, and those of Laguna turn names of its shared experts into others.
+    """Yield a message if weights of the adapter would be saved but not loaded again.
+
+    PEFT loads through the renamings that transformers has for weights of older files. Those of Laguna change names of
+    its shared experts.
     """
     if policy.active_peft_config.peft_type == peft.PeftType.LORA:
-        # without embeddings, for which it would ask the Hub
+        # without embeddings, for which PEFT would query the Hub
         saved = peft.get_peft_model_state_dict(policy, save_embedding_layers=False)
-        found: Any = peft.set_peft_model_state_dict(policy, saved)
-        lost = sorted({name.partition(".lora_")[0] for name in found.missing_keys if ".lora_" in name})
+        result: Any = peft.set_peft_model_state_dict(policy, saved)
+        lost = sorted({name.partition(".lora_")[0] for name in result.missing_keys if ".lora_" in name})
         if lost:
-            ends = sorted({".".join(name.split(".")[-2:]) for name in lost})
-            kind = forward.causal_lm(policy).config.model_type
-            mend = f"set exclude_modules: [{', '.join(ends)}], or try another version of transformers"
-            yield f"PEFT would not load again what is saved of {len(lost)} layers of {kind}: {mend}"
+            suffixes = sorted({".".join(name.split(".")[-2:]) for name in lost})
+            model_type = forward.causal_lm(policy).config.model_type
+            yield (
+                f"PEFT cannot load what it saves of {len(lost)} layers of {model_type}. Set exclude_modules: "
+                f"[{', '.join(suffixes)}], or use another version of transformers"
+            )
 
 
 def is_adapter_weight(policy: peft.PeftModel, name: str) -> bool:
-    """Does the weight of this name go away when adapters are switched off? LoRA's bias, one of the base, does not."""
+    """Return whether the weight has no effect when adapters are disabled.
+
+    LoRA's bias is a weight of the base and keeps its effect.
+    """
     return any(part in name for part in (str(policy.base_model.prefix), ".modules_to_save.", ".trainable_tokens_"))
 
 
 def describe_adapter(policy: peft.PeftModel) -> str:
-    """Return in a line on which share of the model's weights the active adapter acts, which matrices it leaves as they
-    are, and what to set so that it acts on fused experts too.
+    """Return a line that says on which share of the weights the active adapter acts.
+
+    The line also names the matrices without an adapter, and the option to set for an adapter on fused experts.
     """
     reached: set[int] = set()
     for layer in adapted_layers(policy):
-        fused = getattr(layer, "parameter_name", None)  # of a module with several, an adapter is on one
-        own = layer.get_base_layer().named_parameters(recurse=False)
-        reached |= {id(weight) for name, weight in own if fused in (None, name)}
+        fused = getattr(layer, "parameter_name", None)  # in a module with several parameters, an adapter is on one
+        parameters = layer.get_base_layer().named_parameters(recurse=False)
+        reached |= {id(weight) for name, weight in parameters if fused in (None, name)}
     trained = {id(weight) for weight in policy.parameters() if weight.requires_grad}
     embedded = {id(module.weight) for module in policy.modules() if isinstance(module, nn.Embedding)}
     convolutions = {id(module.weight) for module in policy.modules() if isinstance(module, CONVOLUTIONS)}
-    inner = policy.get_base_model()
+
+    base_model = policy.get_base_model()
     total = 0
-    acted = 0
-    left = Counter[str]()
-    fused_left: set[str] = set()
-    for name, weight in inner.named_parameters():
+    adapted = 0
+    unadapted = Counter[str]()
+    unadapted_fused: set[str] = set()
+    for name, weight in base_model.named_parameters():
         if is_adapter_weight(policy, name):
             continue
         total += weight.numel()
         if id(weight) in reached | trained:
-            acted += weight.numel()
+            adapted += weight.numel()
         elif weight.dim() > 1 and id(weight) not in embedded:
             kind = _layer_kind(name.replace(".base_layer", ""))
-            left[kind] += weight.numel()
-            fused_left |= {kind} if weight.dim() == 3 and id(weight) not in convolutions else set()
-    said = f"the adapter acts on {100 * acted / max(total, 1):.0f} % of the model's weights"
-    if shares := [f"{kind} ({100 * count / total:.0f} %)" for kind, count in left.most_common() if 100 * count > total]:
-        said += f"; without it are {', '.join(shares)}"
-    if fused_left:
-        said += f". To train fused experts too, set target_parameters: [{', '.join(sorted(fused_left))}]"
-    return said
+            unadapted[kind] += weight.numel()
+            unadapted_fused |= {kind} if weight.dim() == 3 and id(weight) not in convolutions else set()
+
+    line = f"the adapter acts on {100 * adapted / max(total, 1):.0f} % of the model's weights"
+    shares = [f"{kind} ({100 * count / total:.0f} %)" for kind, count in unadapted.most_common() if 100 * count > total]
+    if shares:
+        line += f", but not on {', '.join(shares)}"
+    if unadapted_fused:
+        line += f". To train fused experts, set target_parameters: [{', '.join(sorted(unadapted_fused))}]"
+    return line
 
 
 def _layer_kind(name: str) -> str:
-    """Return the end of a weight's name that is the same in all layers: `mlp.experts.gate_up_proj`, `q_proj`."""
+    """Return the part of a weight's name that is the same in all layers: `mlp.experts.gate_up_proj`, `q_proj`."""
     parts = [part for part in name.removesuffix(".weight").split(".") if part]
-    last = max((n for n, part in enumerate(parts) if part.isdigit()), default=-1)
-    behind = parts[last + 1 :]
-    return ".".join(behind if "experts" in behind else behind[-1:])
+    last_number = max((n for n, part in enumerate(parts) if part.isdigit()), default=-1)
+    suffix = parts[last_number + 1 :]
+    return ".".join(suffix if "experts" in suffix else suffix[-1:])
 
 
 class UnlessAutocast:
-    """False where autocast is on, for PEFT's `cast_input_dtype_enabled`.
+    """A value that is False while autocast is on, for PEFT's `cast_input_dtype_enabled`.
 
-    LoRA layers cast their input to float32, the dtype of the adapter, and autocast casts it back for the product: the
-    same numbers as without both, which took about an eighth of the GPU's time in a LoRA step of 8B on an H200.
+    LoRA layers cast their input to float32, the dtype of the adapter, and autocast casts it back for the product. The
+    numbers are the same without both casts, which took about an eighth of the GPU's time in a LoRA step of an 8B model
+    on an H200.
     """
 
-    def __init__(self, device_type: str):
+    def __init__(self, device_type: str) -> None:
         self.device_type = device_type
 
     def __bool__(self) -> bool:
@@ -365,8 +442,9 @@ class UnlessAutocast:
 
 
 def skip_needless_casts(model: nn.Module, device_type: str) -> None:
-    """Let plain LoRA layers cast their input only where autocast is off. Not where it has dropout, whose factor is then
-    rounded.
+    """Let plain LoRA layers cast their input only while autocast is off.
+
+    Layers with dropout are not changed, since the factor of dropout would then be rounded.
     """
     for layer in model.modules():
         if not isinstance(layer, peft.tuners.lora.Linear) or layer.lora_variant:
@@ -376,13 +454,16 @@ def skip_needless_casts(model: nn.Module, device_type: str) -> None:
 
 
 def adapted_layers(model: nn.Module) -> list[Any]:
-    """PEFT's layers of a model, in its order; none of a model without an adapter."""
+    """Return PEFT's layers of a model in order, none for a model without an adapter."""
     return [layer for layer in model.modules() if isinstance(layer, BaseTunerLayer)]
 
 
-def config_with_default_init(config: Any) -> Any:
-    """A copy of an adapter's config for weights that come next: PiSSA and the like would change the base once more."""
-    copied = copy.deepcopy(config)
+def config_with_default_init(config: peft.PeftConfig) -> Any:
+    """Return a copy of an adapter's config with the default initialization, for weights that are set afterwards.
+
+    An initialization such as PiSSA would change the base a second time.
+    """
+    copied: Any = copy.deepcopy(config)
     if hasattr(copied, "init_lora_weights"):
         copied.init_lora_weights = True
     return copied

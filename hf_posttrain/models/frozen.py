@@ -1,13 +1,13 @@
-"""Frozen models in a training step: a second model on its way to the device and back, and the reference's scores.
+"""Frozen models in a training step: a second model that moves to the device and back, and scores of the reference.
 
-`reference` and `teacher` make them; `score_cache` keeps their scores on disk.
+`reference` and `teachers` create them, and `score_cache` stores their scores on disk.
 """
 
 import logging
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
@@ -21,16 +21,24 @@ from ..scoring.attention_selection import choose_attention
 from ..scoring.head import LogProb
 from .adapters import is_adapter_weight
 
+if TYPE_CHECKING:
+    from ..trainer.base import PostTrainer
+
 logger = logging.getLogger(__name__)
 
 
 class FrozenModel:
-    """A second model: `with frozen as model` brings it to the device; with `offload` it is on CPU between uses.
+    """A second model, which is on the device inside `with frozen as model`.
 
-    Its first use prepares it for the engine, which cuts its weights over the ranks if it cuts the policy's.
+    The first use prepares the model for the engine, which shards its weights if it shards those of the policy.
+
+    Args:
+        model: The model.
+        accelerator: The accelerator of the trainer.
+        offload: Whether the model is on CPU between uses.
     """
 
-    def __init__(self, model: nn.Module, accelerator: Accelerator, offload: bool = False):
+    def __init__(self, model: nn.Module, accelerator: Accelerator, offload: bool = False) -> None:
         model.requires_grad_(False)
         forward.enable_scoring(model)
         choose_attention(forward.causal_lm(model), accelerator.device)
@@ -41,41 +49,42 @@ class FrozenModel:
         self.on_device = False
 
     def __enter__(self) -> nn.Module:
-        # in most steps it is there already
+        # in most steps the model is on the device already
         if not self.on_device:
             self.model = engine.prepare_frozen(self.model, self.accelerator, self.offload)
             self.on_device = True
         return self.model
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         if self.offload:
             self.release()
 
     def release(self) -> None:
-        """Give back the device's memory until the next use; shards stay where they are."""
+        """Move the model to CPU until the next use. Shards stay on their devices."""
         if not (self.sharded and self.on_device):
             self.model.to("cpu")
             self.on_device = False
 
 
 def precast_linear_weights(model: nn.Module, accelerator: Accelerator) -> nn.Module:
-    """`model` with the weights of its linear layers in the dtype to which autocast rounds them at each use: half the
-    memory, and the same numbers to the last bit.
+    """Cast the weights of linear layers to the dtype to which autocast casts them at each use, and return the model.
 
-    Those of an embedding stay, and all where an engine cuts them, since it wants one dtype.
+    This halves their memory and gives the same numbers to the last bit. Weights of an embedding are not cast. No weight
+    is cast if the engine shards the model, since it requires one dtype.
     """
     if not engine.shards_weights(accelerator):
         embedded = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
         with accelerator.autocast():
-            for layer, low in forward.autocast_linear_layers(model, accelerator.device):
+            for layer, dtype in forward.autocast_linear_layers(model, accelerator.device):
                 if id(layer.weight) not in embedded:
-                    layer.weight.data = layer.weight.data.to(low)
+                    layer.weight.data = layer.weight.data.to(dtype)
     return model
 
 
 def shares_trained_weights(frozen: nn.Module, policy: nn.Module) -> bool:
-    """Is a model that shall be frozen the policy, or does it hold weights that this trains? They would move there, or
-    be frozen here.
+    """Return whether a model to be frozen is the policy or shares trained weights with it.
+
+    Its weights would change in training, or those of the policy would be frozen.
     """
     trained = {id(parameter) for parameter in policy.parameters() if parameter.requires_grad}
     same = forward.causal_lm(frozen) is forward.causal_lm(policy)
@@ -83,7 +92,7 @@ def shares_trained_weights(frozen: nn.Module, policy: nn.Module) -> bool:
 
 
 def branch_logps(model: nn.Module, batch: MicroBatch) -> Tensor:
-    """Summed log-probabilities of each branch of a batch, without gradient: [B * K]."""
+    """Return the summed log-probabilities of each branch of a batch, without gradient, [B * K]."""
     with torch.no_grad(), forward.eval_mode(model):
         values = forward.score(model, batch, LogProb(batch.targets)).value
     return batch.per_branch(values)
@@ -91,55 +100,75 @@ def branch_logps(model: nn.Module, batch: MicroBatch) -> Tensor:
 
 @dataclass
 class Reference:
-    """What a trainer asks for the reference's scores."""
+    """The reference of a trainer, which scores batches."""
 
-    trainer: Any
-    inside: Callable | None  # model -> a context in which it is the reference; None: all rows must be scored already
-    second: FrozenModel | None  # the model that scores, a copy of the policy or the user's; None: the policy itself
-    lay_out: Callable | None  # from a batch to those that are scored, one after the other, where they differ
-    starts_equal: bool  # is the reference the policy as it was at the start?
-    checked: bool = False  # by `check_start`
+    trainer: "PostTrainer"
+    as_reference: Callable[[Any], AbstractContextManager[Any]] | None
+    """Returns a context in which the model is the reference. None: all rows must have scores already."""
+    frozen_model: FrozenModel | None
+    """The model that scores, a copy of the policy or the user's model. None: the policy itself."""
+    split_batch: Callable[..., list[MicroBatch]] | None
+    """Returns the batches that are scored one after the other instead of a batch, if they differ."""
+    starts_equal: bool
+    """Whether the reference is the policy as it was at the start."""
+    checked: bool = False
+    """Whether `check_start` has run."""
 
-    def logps(self, policy: nn.Module, batch: MicroBatch, scored: list[MicroBatch] | None = None) -> Tensor:
-        """Summed log-probabilities of the K branches of each example, [B, K]. scored: batches with its branches, in
-        place of those of `lay_out`.
+    def logps(self, policy: nn.Module, batch: MicroBatch, parts: list[MicroBatch] | None = None) -> Tensor:
+        """Return the summed log-probabilities of the K branches of each example, [B, K].
 
-        Raises InputError where the rows were not scored beforehand and no reference was kept.
+        Args:
+            policy: The policy, which scores if there is no second model.
+            batch: The batch.
+            parts: Batches with its branches, instead of those of `split_batch`.
+
+        Raises:
+            InputError: If the rows were not scored in advance and no reference was kept.
         """
         if batch.ref_logps is not None:  # scored before training
             return batch.ref_logps
-        if self.inside is None:
+        if self.as_reference is None:
             raise InputError(
-                "this data set was not scored by the reference: with precompute_ref_log_probs (not supported with "
-                "IterableDataset) pass every data set when the trainer is built, or turn it off to keep a reference"
+                "this data set was not scored by the reference. With precompute_ref_log_probs (which is not supported "
+                "for IterableDataset), pass every data set when the trainer is built, or disable it to keep a reference"
             )
-        with self.trainer.accelerator.autocast(), self.second or nullcontext(policy) as model:
-            scored = scored or ([batch] if self.lay_out is None else self.lay_out(batch))
-            with self.inside(forward.unwrap_model(model)):
-                found = [branch_logps(model, part).view(len(batch.index), -1) for part in scored]
-                return torch.cat(found, dim=1)
+        with self.trainer.accelerator.autocast(), self.frozen_model or nullcontext(policy) as model:
+            parts = parts or ([batch] if self.split_batch is None else self.split_batch(batch))
+            with self.as_reference(forward.unwrap_model(model)):
+                logps = [branch_logps(model, part).view(len(batch.index), -1) for part in parts]
+                return torch.cat(logps, dim=1)
 
-    def check_start(self, logps: Tensor, ref: Tensor, lengths: Tensor, rows: Tensor) -> None:
-        """Warn, once, where policy and reference, one model, differ before the first step. All [B] or [B, K], rows
-        their numbers [B]. Raises InputError where the base, on which an adapter's reference is, is trained too.
+    def check_start(self, logps: Tensor, ref_logps: Tensor, lengths: Tensor, rows: Tensor) -> None:
+        """Warn once if policy and reference, which start equal, differ before the first step.
+
+        Args:
+            logps: Log-probabilities by the policy, [B] or [B, K].
+            ref_logps: Log-probabilities by the reference, [B] or [B, K].
+            lengths: Number of tokens, [B] or [B, K].
+            rows: Numbers of the rows, [B].
+
+        Raises:
+            InputError: If the base, on which the adapter of the reference is, is trained, too.
         """
         if self.checked or not self.starts_equal or self.trainer.state.global_step or not logps.requires_grad:
             return
         self.checked = True
         policy = forward.unwrap_model(self.trainer.model)
-        if self.second is None and self.inside not in (None, nullcontext):
+        if self.frozen_model is None and self.as_reference not in (None, nullcontext):
             trained = [name for name, weight in policy.named_parameters() if weight.requires_grad]
             if base := [name for name in trained if not is_adapter_weight(policy, name)]:
-                problem = f"{base[0]} was frozen when the trainer was built"
-                raise InputError(f"{problem}, and its reference would move with it")
-        gap = ((logps.detach() - ref).abs() / lengths.clamp(min=1)).view(len(rows), -1).amax(1)
-        if len(away := rows[gap > (1e-4 if self.trainer.exact else 5e-2)]):
+                raise InputError(
+                    f"{base[0]} was frozen when the trainer was built, and the reference would change with it. "
+                    "Unfreeze it before the trainer is built"
+                )
+        gap = ((logps.detach() - ref_logps).abs() / lengths.clamp(min=1)).view(len(rows), -1).amax(1)
+        if len(differing := rows[gap > (1e-4 if self.trainer.is_float32 else 5e-2)]):
             logger.warning(
                 "before the first step the policy differs from its reference by %.2g in log-probability per token, in "
-                "%d of %d rows, prepared row %d first: is dropout or NEFTune's noise on, does the adapter's "
-                "initialisation change the base, or did another model score these rows?",
+                "%d of %d rows, prepared row %d first. Check whether dropout or NEFTune noise is on, whether the "
+                "initialization of the adapter changes the base, and whether another model has scored these rows",
                 gap.max(),
-                len(away),
+                len(differing),
                 len(rows),
-                away[0],
+                differing[0],
             )

@@ -1,18 +1,19 @@
-"""The names of a model's weights: in memory, and as the Hub has them."""
+"""Names of a model's weights, in memory and as the Hub has them."""
 
 import re
 from collections.abc import Mapping
-from typing import Any
 
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from ..scoring import forward as scoring
 
 
 def named_weights(model: nn.Module) -> Mapping[str, Tensor]:
-    """Return the weights and saved buffers of the causal LM, by name: a tied weight under each of its names, and none
-    of an adapter. DeepSpeed may have sharded them.
+    """Return the weights and saved buffers of the causal LM by name, without those of an adapter.
+
+    A tied weight is included under each of its names. DeepSpeed may have sharded the weights.
     """
     # state_dict() would shard the weights of FSDP2 again
     inner = scoring.causal_lm(model)
@@ -25,6 +26,6 @@ def named_weights(model: nn.Module) -> Mapping[str, Tensor]:
     return {name: tensor for name, tensor in plain.items() if ".lora_" not in name}
 
 
-def hub_weights(inner: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return whole weights under the names that `from_pretrained` reads."""
+def hub_weights(inner: PreTrainedModel, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return unsharded weights under the names that `from_pretrained` reads."""
     return dict(revert_weight_conversion(inner, weights))

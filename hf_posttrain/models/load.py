@@ -1,6 +1,7 @@
-"""Models and tokenizers from a `ModelSection` of a recipe; a user's mistake is an InputError of one line.
+"""Loading of models and tokenizers from a `ModelSection` of a recipe.
 
-Weights are read from safetensors files unless trust_remote_code is set.
+Mistakes of the user are raised as InputError with a message of one line. Weights are read from safetensors files unless
+`trust_remote_code` is set.
 """
 
 import functools
@@ -18,7 +19,7 @@ import torch
 import transformers
 from huggingface_hub.constants import HF_HUB_OFFLINE
 from safetensors import SafetensorError
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.integrations import deepspeed as hf_deepspeed
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 from transformers.utils import is_torchvision_available
@@ -26,7 +27,7 @@ from transformers.utils.quantization_config import Mxfp4Config
 from transformers.video_processing_utils import BaseVideoProcessor
 
 from ..data import chat
-from ..data.images import get_image_reader, attach_image_reader
+from ..data.images import attach_image_reader, get_image_reader
 from ..data.lengths import largest_token_id
 from ..errors import InputError, name_hint, path_hint, short_repr
 from .adapters import check_adapter_kind
@@ -36,24 +37,31 @@ logger = logging.getLogger(__name__)
 
 
 def check_model(section: ModelSection) -> PreTrainedConfig:
-    """The model's config. Raises InputError where model, adapter or the quantisation package is missing, and for an
-    adapter in the model's place.
+    """Return the config of the model, after checks that its files and packages exist.
+
+    Raises:
+        InputError: If the model, its adapter or the quantization package is missing, or if the model is an adapter.
     """
     if section.quantization != "none" and importlib.util.find_spec("bitsandbytes") is None:
-        raise InputError(f"quantization: {section.quantization} needs bitsandbytes: pip install bitsandbytes")
+        raise InputError(
+            f"quantization: {section.quantization} requires bitsandbytes. Install it with pip install bitsandbytes"
+        )
     if section.adapter:
         with as_input_error("adapter", section.adapter):
             check_adapter_kind(peft.PeftConfig.from_pretrained(section.adapter))
+
     name = section.name_or_path
     if (Path(name) / "adapter_config.json").is_file() and not (Path(name) / "config.json").is_file():
-        load_it = f"PeftModel.from_pretrained(base, {name!r}) (to train it further, with is_trainable=True)"
-        raise InputError(f"{name} is an adapter: load its base model and pass {load_it} in its place")
+        raise InputError(
+            f"{name} is an adapter. Load its base model and pass PeftModel.from_pretrained(base, {name!r}) instead (to "
+            "train it further, with is_trainable=True)"
+        )
     with as_input_error("model", name):
         return transformers.AutoConfig.from_pretrained(name, trust_remote_code=section.trust_remote_code)
 
 
 def is_classifier(config: PreTrainedConfig) -> bool:
-    """Is it the config of a model that gives a sequence scores, as a reward model, and has no head for tokens?"""
+    """Return whether the model is a sequence classifier, such as a reward model, without a language modeling head."""
     return any("ForSequenceClassification" in name for name in config.architectures or ())
 
 
@@ -61,67 +69,82 @@ def is_classifier(config: PreTrainedConfig) -> bool:
 
 
 def load_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
-    """The tokenizer of `section`, with a pad token and its own chat template if given. Raises InputError for none."""
-    # an adapter that is continued brings the tokenizer and the template that it was trained with
-    own = Path(section.adapter or "")
-    name = str(own) if section.adapter and has_tokenizer(own) else section.name_or_path
+    """Return the tokenizer of `section`, with a pad token and the chat template of the section, if it has one.
+
+    Raises:
+        InputError: If the model has no tokenizer.
+    """
+    # an adapter that is continued has its own tokenizer and chat template, with which it was trained
+    adapter_folder = Path(section.adapter or "")
+    name = str(adapter_folder) if section.adapter and has_tokenizer(adapter_folder) else section.name_or_path
     with as_input_error("tokenizer", name):
         if section.images:
             tokenizer = attach_image_reader(load_processor(name, section))
         else:
             tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=section.trust_remote_code)
-    # of a folder with config.json alone transformers makes an empty tokenizer
+
+    # for a folder that has config.json alone, transformers returns an empty tokenizer
     if Path(name).is_dir() and not has_tokenizer(Path(name)):
         raise InputError(f"folder {name} has no tokenizer (tokenizer.json and tokenizer_config.json)")
-    theirs = own / "chat_template.jinja"
-    if section.chat_template or (section.adapter and theirs.is_file()):
-        tokenizer.chat_template = Path(section.chat_template or theirs).read_text(encoding="utf-8")
+
+    adapter_template = adapter_folder / "chat_template.jinja"
+    if section.chat_template or (section.adapter and adapter_template.is_file()):
+        tokenizer.chat_template = Path(section.chat_template or adapter_template).read_text(encoding="utf-8")
     if reader := get_image_reader(tokenizer):
-        reader.processor.chat_template = tokenizer.chat_template  # it is what is saved
+        reader.processor.chat_template = tokenizer.chat_template  # the processor is what is saved
     return with_pad_token(tokenizer)
 
 
-def load_processor(name: str, section: ModelSection) -> Any:
-    """The processor of a model that sees. Raises what from_pretrained does."""
+def load_processor(name: str, section: ModelSection) -> ProcessorMixin:
+    """Return the processor of a vision-language model. Errors of `from_pretrained` are not converted."""
     options = {"trust_remote_code": section.trust_remote_code}
     config = transformers.AutoConfig.from_pretrained(section.name_or_path, **options)
-    known = getattr(transformers, PROCESSOR_MAPPING_NAMES.get(config.model_type, ""), None)
-    if known is not None and not is_torchvision_available() and "video_processor" in known.get_attributes():
-        made = without_video_processor(known).from_pretrained(name, **options)
-        with suppress(OSError):  # it has none
-            made.videos, _ = BaseVideoProcessor.get_video_processor_dict(name)
-        return made
+    processor_class = getattr(transformers, PROCESSOR_MAPPING_NAMES.get(config.model_type, ""), None)
+    if (
+        processor_class is not None
+        and not is_torchvision_available()
+        and "video_processor" in processor_class.get_attributes()
+    ):
+        processor = without_video_processor(processor_class).from_pretrained(name, **options)
+        with suppress(OSError):  # the model has no config of a video processor
+            processor.videos, _ = BaseVideoProcessor.get_video_processor_dict(name)
+        return processor
     return transformers.AutoProcessor.from_pretrained(name, **options)
 
 
 @functools.cache
-def without_video_processor(kind: Any) -> Any:
-    """A class of processors whose part for videos is None: it wants torchvision even where no video is read."""
+def without_video_processor(processor_class: Any) -> Any:
+    """Return a subclass of a processor class whose video processor is None.
 
-    class PicturesAlone(kind):
-        """Its constructor is given None for that part, and has the attribute; what loads and saves it has not. The
-        part's config is saved as it was read.
+    A video processor requires torchvision, even if no video is read.
+    """
+
+    class ImagesOnly(processor_class):
+        """A processor whose constructor takes None for the video processor.
+
+        Code that loads and saves processors does not see that attribute. The config of the video processor is saved as
+        it was read.
         """
 
         videos: dict[str, Any] | None = None
 
         def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-            made = super().__new__(cls)
+            processor = super().__new__(cls)
             if args or kwargs:
-                vars(made)["get_attributes"] = kind.get_attributes
-            return made
+                vars(processor)["get_attributes"] = processor_class.get_attributes
+            return processor
 
         def __reduce__(self) -> tuple:
-            return _new_without_video_processor, (kind,), vars(self)
+            return _new_without_video_processor, (processor_class,), vars(self)
 
         @classmethod
         def get_attributes(cls) -> list[str]:
-            return [name for name in kind.get_attributes() if name != "video_processor"]
+            return [name for name in processor_class.get_attributes() if name != "video_processor"]
 
         @classmethod
         def from_args_and_dict(cls, args: Sequence[Any], processor_dict: dict[str, Any], **kwargs: Any) -> Any:
-            given = {name: value for name, value in processor_dict.items() if name != "video_processor"}
-            return super().from_args_and_dict(args, given, **kwargs)
+            image_dict = {name: value for name, value in processor_dict.items() if name != "video_processor"}
+            return super().from_args_and_dict(args, image_dict, **kwargs)
 
         def to_dict(self) -> dict[str, Any]:
             return super().to_dict() | ({"video_processor": self.videos} if self.videos else {})
@@ -134,78 +157,102 @@ def without_video_processor(kind: Any) -> Any:
         def video_processor(self, _: None) -> None:
             self.__dict__.pop("get_attributes")
 
-        def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
+        def check_argument_for_proper_class(self, argument_name: str, argument: object) -> object:
             return argument and super().check_argument_for_proper_class(argument_name, argument)
 
         @classmethod
         def _get_arguments_from_pretrained(cls, *args: Any, **kwargs: Any) -> list[Any]:
-            found = list(super()._get_arguments_from_pretrained(*args, **kwargs))
-            found.insert(kind.get_attributes().index("video_processor"), None)
-            return found
+            arguments = list(super()._get_arguments_from_pretrained(*args, **kwargs))
+            arguments.insert(processor_class.get_attributes().index("video_processor"), None)
+            return arguments
 
-    PicturesAlone.__name__ = PicturesAlone.__qualname__ = kind.__name__
-    return PicturesAlone
+    ImagesOnly.__name__ = ImagesOnly.__qualname__ = processor_class.__name__
+    return ImagesOnly
 
 
-def _new_without_video_processor(kind: Any) -> Any:
-    """A processor without videos that pickle gives its attributes."""
-    return object.__new__(without_video_processor(kind))
+def _new_without_video_processor(processor_class: Any) -> Any:
+    """Return a processor without a video processor and without attributes, which pickle restores."""
+    return object.__new__(without_video_processor(processor_class))
 
 
 def with_pad_token(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """Return the tokenizer itself, with a special turn end and a pad token.
+    """Return the same tokenizer, with the end of a turn as a special token and with a pad token.
 
-    The pad token is an unused one of its vocabulary, its eos, or what ends a turn of its chat template. Raises
-    InputError if there is none of them.
+    The pad token is an unused one of its vocabulary, its eos token, or the end of a turn in its chat template.
+
+    Raises:
+        InputError: If the tokenizer has none of these tokens.
     """
     chat.mark_turn_end(tokenizer)
-    # it may be a trained token, since the masks of this package come from lengths, never from the pad id
+    # the pad token may be one that is trained, since masks in this package come from lengths, never from the pad id
     if tokenizer.pad_token_id is None:
-        spare = [token for token in tokenizer.get_added_vocab() if "pad" in token.lower()]
-        tokenizer.pad_token = spare[0] if spare else tokenizer.eos_token
+        unused = [token for token in tokenizer.get_added_vocab() if "pad" in token.lower()]
+        tokenizer.pad_token = unused[0] if unused else tokenizer.eos_token
     if tokenizer.pad_token_id is None:
         with suppress(InputError):
             tokenizer.pad_token = tokenizer.convert_ids_to_tokens(chat.turn_end_id(tokenizer))
     if tokenizer.pad_token_id is None:
         raise InputError(
-            f"the tokenizer {tokenizer.name_or_path or ''} has neither a pad nor an eos token: name one in its"
+            f"the tokenizer {tokenizer.name_or_path or ''} has neither a pad nor an eos token. Set one in its"
             " tokenizer_config.json"
         )
     return tokenizer
 
 
 def check_tokenizer_fits(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, name: str, *rows: Any) -> None:
-    """Raises InputError if model `name` of this config lacks an id of the rows, or the tokenizer's bos, eos or pad.
-    What that has besides does no harm: the one of Gemma 3 1B has a placeholder for pictures.
+    """Check that the model has an embedding for each id in the rows, and for the bos, eos and pad token.
+
+    Other tokens of the tokenizer are not checked, since they do no harm. For example the tokenizer of Gemma 3 1B has a
+    placeholder for images.
+
+    Args:
+        tokenizer: The tokenizer.
+        config: Config of the model.
+        name: Name of the model in the message.
+        rows: Data sets of prepared rows.
+
+    Raises:
+        InputError: If an id is outside of the vocabulary of the model.
     """
     size = config.get_text_config().vocab_size
-    used = [tokenizer.bos_token_id, tokenizer.eos_token_id]
+    used_ids = [tokenizer.bos_token_id, tokenizer.eos_token_id]
     if max(tokenizer.get_vocab().values()) >= size:
-        used += map(largest_token_id, rows)
-    if (top := max(i for i in [*used, tokenizer.pad_token_id] if i is not None)) >= size:
+        used_ids += map(largest_token_id, rows)
+    largest = max(i for i in [*used_ids, tokenizer.pad_token_id] if i is not None)
+    if largest >= size:
         raise InputError(
-            f"the tokenizer of {name} uses id {top} ({tokenizer.convert_ids_to_tokens(top)!r}), and the model has only "
-            f"{size} tokens: model.resize_token_embeddings({top + 1} or more), or another tokenizer"
+            f"the tokenizer of {name} uses id {largest} ({tokenizer.convert_ids_to_tokens(largest)!r}), but the model "
+            f"has only {size} tokens. Call model.resize_token_embeddings({largest + 1} or more), or use another "
+            "tokenizer"
         )
 
 
 def sampling_vocab_size(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> int:
-    """Ids below this may be drawn: those behind them stand for no token of the tokenizer, or the model lacks them."""
+    """Return the number of ids that may be sampled: those that both the tokenizer and the model have."""
     return min(max(tokenizer.get_vocab().values()) + 1, config.get_text_config().vocab_size)
 
 
 def check_same_vocabulary(student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase) -> None:
-    """Raises InputError unless both tokenizers map the same tokens to the same ids. The sizes of the models'
-    vocabularies may differ, as padding does; equal sizes prove nothing.
+    """Check that both tokenizers map the same tokens to the same ids.
+
+    The vocabulary sizes of the models may differ by padding, and equal sizes would prove nothing.
+
+    Raises:
+        InputError: If an id has different tokens.
     """
-    ours, theirs = ({i: token for token, i in tokenizer.get_vocab().items()} for tokenizer in (student, teacher))
-    if differing := sorted(i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i)):
+    student_tokens, teacher_tokens = (
+        {i: token for token, i in tokenizer.get_vocab().items()} for tokenizer in (student, teacher)
+    )
+    all_ids = student_tokens.keys() | teacher_tokens.keys()
+    differing = sorted(i for i in all_ids if student_tokens.get(i) != teacher_tokens.get(i))
+    if differing:
         i = differing[0]
-        counts = f"{len(ours)} and {len(theirs)} ids, {len(differing)} differ"
-        example = f"id {i} is {ours.get(i)!r} for the student, {theirs.get(i)!r} for the teacher"
+        counts = f"{len(student_tokens)} and {len(teacher_tokens)} ids, {len(differing)} differ"
+        example = f"id {i} is {student_tokens.get(i)!r} for the student, {teacher_tokens.get(i)!r} for the teacher"
         raise InputError(
-            f"student and teacher have different vocabularies ({counts}; {example}): take one of the same, or"
-            " set own_tokenizer: true of the teacher (teacher={'tokenizer': ...} in Python), so that texts are compared"
+            f"student and teacher have different vocabularies ({counts}; {example}). Use a teacher with the student's "
+            "vocabulary, or to align texts set own_tokenizer: true of the teacher (teacher={'tokenizer': ...} in "
+            "Python)"
         )
 
 
@@ -219,20 +266,32 @@ def load_model(
     storage: torch.dtype = torch.uint8,
     options: dict[str, Any] | None = None,
 ) -> PreTrainedModel:
-    """The model of `section`, frozen and in eval mode unless `trainable`; a new `lora` is left to the trainer.
+    """Return the model of `section`. A new adapter (`lora`) is not added here but by the trainer.
 
-    device: where it will run, by default a GPU if there is one. It decides the default dtype; quantised weights are
-    placed there, others stay on CPU. storage: of 4-bit weights (`launch.quantised_storage`). options: further arguments
-    of `from_pretrained`. `from_scratch` draws weights from torch's global generator. Raises InputError for a model that
-    is not there, or that refuses an option.
+    With `from_scratch` the weights are random, from torch's global generator.
+
+    Args:
+        section: The model and how it is loaded.
+        trainable: Whether the model is trained. Otherwise it is frozen and in eval mode.
+        device: Device on which the model will run, by default a GPU if there is one. It decides the default dtype.
+            Quantized weights are placed on it, others stay on CPU.
+        storage: Dtype in which 4-bit weights are stored (`launch.quantised_storage`).
+        options: Further arguments of `from_pretrained`.
+
+    Raises:
+        InputError: If the model does not exist or does not support an option.
     """
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     config = check_model(section)
     if is_classifier(config):
-        raise InputError(f"model {section.name_or_path}: it is a sequence classifier, and writes no text")
-    whole = trainable and section.lora is None and not section.adapter
+        raise InputError(
+            f"model {section.name_or_path} is a sequence classifier and cannot generate text. Use a language model"
+        )
+
+    trains_all_weights = trainable and section.lora is None and not section.adapter
     options = apply_config_options(config, options or {})
-    kwargs = _auto_class_kwargs(section) | {"dtype": weights_dtype(section, config, whole, device)} | options
+    dtype = weights_dtype(section, config, trains_all_weights, device)
+    kwargs = _auto_class_kwargs(section) | {"dtype": dtype} | options
     name = section.name_or_path
     with as_unknown_option_error(name, config, options), as_input_error("model", name):
         if section.from_scratch:
@@ -241,7 +300,7 @@ def load_model(
                 model = _auto_class(section, config).from_config(config, **kwargs)
         else:
             kwargs["config"] = config
-            # pickled weights can run code, as a model's own code can
+            # pickled weights can run code, as the code of a model can
             kwargs.setdefault("use_safetensors", None if section.trust_remote_code else True)
             if section.quantization != "none":
                 kwargs["quantization_config"] = transformers.BitsAndBytesConfig(
@@ -252,84 +311,100 @@ def load_model(
                     bnb_4bit_compute_dtype=kwargs["dtype"],
                     bnb_4bit_quant_storage=storage,
                 )
-                # on GPU such weights must be placed while they are loaded
+                # on a GPU, quantized weights must be placed while they are loaded
                 kwargs |= {} if device.type == "cpu" else {"device_map": {"": device}}
-            # gpt-oss: transformers trains no such weights, and computes with them where kernels are there
-            packed = (getattr(config, "quantization_config", None) or {}).get("quant_method") == "mxfp4"
-            if packed and section.quantization == "none":
+
+            # gpt-oss: transformers does not train MXFP4 weights, and computes with them where it has the kernels
+            is_mxfp4 = (getattr(config, "quantization_config", None) or {}).get("quant_method") == "mxfp4"
+            dequantize = is_mxfp4 and section.quantization == "none"
+            if dequantize:
                 kwargs["quantization_config"] = Mxfp4Config(dequantize=True)
             model = _auto_class(section, config).from_pretrained(section.name_or_path, **kwargs)
-            if packed and section.quantization == "none":  # or plain weights would be saved as if they were packed
+            if dequantize:
+                # otherwise the dequantized weights would be saved as if they were packed
                 vars(model).pop("_weight_conversions", None)
                 for weight in model.parameters():
-                    if weight.dtype == torch.bfloat16:  # transformers 5.20 leaves unpacked weights so
+                    if weight.dtype == torch.bfloat16:  # transformers 5.20 leaves dequantized weights in this dtype
                         weight.data = weight.data.to(kwargs["dtype"])
     model = with_saved_adapter(model, section, trainable)
     return model if trainable else model.requires_grad_(False).eval()
 
 
-def with_saved_adapter(model: Any, section: ModelSection, trainable: bool) -> Any:
-    """Return the model with the adapter that its section names, or unchanged where it names none. The model may be on
-    the meta device: the adapter's weights are read all the same. Raises InputError where the adapter does not fit.
+def with_saved_adapter(model: PreTrainedModel, section: ModelSection, trainable: bool) -> Any:
+    """Return the model with the saved adapter of its section, or the model itself if the section has none.
+
+    The model may be on the meta device. The weights of the adapter are read in any case.
+
+    Raises:
+        InputError: If the adapter does not fit the model.
     """
     if not section.adapter:
         return model
-    without_memory = next(model.parameters()).is_meta
-    options = {"is_trainable": trainable, "low_cpu_mem_usage": without_memory}
+    on_meta = next(model.parameters()).is_meta
+    options: dict[str, Any] = {"is_trainable": trainable, "low_cpu_mem_usage": on_meta}
     try:
         with as_input_error("adapter", section.adapter):
-            model = peft.PeftModel.from_pretrained(model, section.adapter, **options)
+            policy = peft.PeftModel.from_pretrained(model, section.adapter, **options)
     except RuntimeError as error:
         if "size mismatch" not in str(error):
             raise
-        first = str(error)[str(error).index("size mismatch") :].partition("\n")[0]
-        raise InputError(f"adapter {section.adapter} does not fit {section.name_or_path}: {first}") from error
-    base = Path(str(model.active_peft_config.base_model_name_or_path))
-    here = Path(section.name_or_path)
-    if base.name != here.name or (base.is_dir() and here.is_dir() and base.resolve() != here.resolve()):
-        logger.warning("adapter %s was trained on %s, not on %s", section.adapter, base, section.name_or_path)
-    _check_adapter_keys(model, section, without_memory)
-    return model
+        mismatch = str(error)[str(error).index("size mismatch") :].partition("\n")[0]
+        raise InputError(f"adapter {section.adapter} does not fit {section.name_or_path}: {mismatch}") from error
+
+    trained_on = Path(str(policy.active_peft_config.base_model_name_or_path))
+    base = Path(section.name_or_path)
+    different_folders = trained_on.is_dir() and base.is_dir() and trained_on.resolve() != base.resolve()
+    if trained_on.name != base.name or different_folders:
+        logger.warning("adapter %s was trained on %s, not on %s", section.adapter, trained_on, section.name_or_path)
+    _check_adapter_keys(policy, section, on_meta)
+    return policy
 
 
-def _check_adapter_keys(model: Any, section: ModelSection, without_memory: bool) -> None:
-    """Raises InputError where PEFT has left out weights of an adapter's file, or found none for layers of the base: it
-    warns of the one, and says nothing of the other.
+def _check_adapter_keys(policy: peft.PeftModel, section: ModelSection, on_meta: bool) -> None:
+    """Raise InputError if the weights in the file of an adapter and the layers of the base do not match.
+
+    PEFT warns of weights that it ignored, and does not report layers without weights.
     """
-    options = {"torch_device": "cpu", "low_cpu_mem_usage": without_memory}
-    found = model.load_adapter(section.adapter, model.active_adapter, **options)
-    for names, one in ((found.unexpected_keys, "base"), (found.missing_keys, "adapter")):
-        if names:
-            what = f"the {one} lacks {len(names)} weights, {names[0]} first"
-            raise InputError(f"adapter {section.adapter} was not trained on {section.name_or_path}: {what}")
+    options: dict[str, Any] = {"torch_device": "cpu", "low_cpu_mem_usage": on_meta}
+    result = policy.load_adapter(str(section.adapter), policy.active_adapter, **options)
+    for keys, place in ((result.unexpected_keys, "base"), (result.missing_keys, "adapter")):
+        if keys:
+            raise InputError(
+                f"adapter {section.adapter} was not trained on {section.name_or_path}. The {place} lacks {len(keys)} "
+                f"weights, {keys[0]} first. Use the base model that the adapter was trained on"
+            )
 
 
 def load_skeleton(section: ModelSection) -> PreTrainedModel:
-    """The model of `section` without weights, on the meta device, with its generation config."""
+    """Return the model of `section` on the meta device, without weights but with its generation config."""
     config = check_model(section)
     with as_input_error("model", section.name_or_path), unsharded_initialization(), torch.device("meta"):
         model = _auto_class(section, config).from_config(config, **_auto_class_kwargs(section))
-    if own := load_generation_config(section):
-        model.generation_config = own
+    if generation_config := load_generation_config(section):
+        model.generation_config = generation_config
     return model
 
 
 def load_generation_config(section: ModelSection) -> transformers.GenerationConfig | None:
-    """What `section` has saved of how it generates, if it has."""
+    """Return the saved generation config of the model, or None if it has none."""
     with suppress(OSError):
         return transformers.GenerationConfig.from_pretrained(section.name_or_path)
     return None
 
 
 def _auto_class(section: ModelSection, config: PreTrainedConfig) -> Any:
-    """The auto class of a section's model. Raises InputError where it is to see pictures and cannot."""
+    """Return the auto class of a model. Raise InputError if `images` does not match what the model supports."""
     if not section.images:
         if is_vision_only(config):
-            sees = f"{section.name_or_path} ({config.model_type}) is a model that sees"
-            raise InputError(f"{sees}: set images: true, or in Python pass its processor as processing_class")
+            raise InputError(
+                f"{section.name_or_path} ({config.model_type}) is a vision-language model. Set images: true, or in "
+                "Python pass its processor as processing_class"
+            )
         return transformers.AutoModelForCausalLM
     if not _supports_images(config):
-        raise InputError(f"images: {section.name_or_path} ({config.model_type}) sees no pictures: set images: false")
+        raise InputError(
+            f"images: {section.name_or_path} ({config.model_type}) does not support images. Set images: false"
+        )
     return transformers.AutoModelForImageTextToText
 
 
@@ -338,36 +413,36 @@ def _supports_images(config: PreTrainedConfig) -> bool:
 
 
 def is_vision_only(config: PreTrainedConfig) -> bool:
-    """Is a model there with its tower alone, so that it has a processor and no causal LM?"""
+    """Return whether a model exists only with its vision encoder, so that it has a processor and no causal LM class."""
     return _supports_images(config) and type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
 
 
 def saved_with_vision(config: PreTrainedConfig) -> bool:
-    """Return whether the weights are those of a vision-language model, by the class that has saved them.
+    """Return whether the weights belong to a vision-language model, by the class that has saved them.
 
-    The config alone does not say it: that of Qwen3.5 belongs to a causal LM as well.
+    The type of the config does not show it. For example the config of Qwen3.5 belongs to a causal LM as well.
     """
-    known: Any = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), ())
-    classes = known if isinstance(known, tuple) else (known,)
-    return any(each.__name__ in (config.architectures or ()) for each in classes)
+    classes: Any = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), ())
+    classes = classes if isinstance(classes, tuple) else (classes,)
+    return any(model_class.__name__ in (config.architectures or ()) for model_class in classes)
 
 
-_DONE_ANYWAY = ("low_cpu_mem_usage", "_fast_init")
-"""Options of `from_pretrained` that older versions of transformers had, and that ask for what is always done now."""
-_PASS_BOTH = "config and tokenizer would be read without it: load model and tokenizer with it and pass both"
-_UNREAD = "transformers does not read it any more: leave it out"
-_NOT_TAKEN = {
+_NO_EFFECT_KWARGS = ("low_cpu_mem_usage", "_fast_init")
+"""Arguments of `from_pretrained` in older versions of transformers, for behavior that is now always on."""
+_PASS_BOTH = "Load model and tokenizer with it and pass both, since config and tokenizer would be read without it"
+_REMOVED = "transformers no longer reads it. Remove it"
+_UNSUPPORTED_KWARGS = {
     "subfolder": _PASS_BOTH,
-    "config": "pass the fields that differ, or the loaded model",
-    "output_loading_info": "a trainer takes the model alone: leave it out",
-    "state_dict": "pass the loaded model",
-    "load_in_4bit": "pass quantization_config=BitsAndBytesConfig(load_in_4bit=True)",
-    "load_in_8bit": "pass quantization_config=BitsAndBytesConfig(load_in_8bit=True)",
-    "use_flash_attention_2": "pass attn_implementation='flash_attention_2'",
-    **dict.fromkeys(("mirror", "from_tf", "from_flax", "offload_state_dict", "use_auth_token"), _UNREAD),
+    "config": "Pass the fields that differ, or the loaded model",
+    "output_loading_info": "A trainer takes the model alone. Remove it",
+    "state_dict": "Pass the loaded model",
+    "load_in_4bit": "Pass quantization_config=BitsAndBytesConfig(load_in_4bit=True)",
+    "load_in_8bit": "Pass quantization_config=BitsAndBytesConfig(load_in_8bit=True)",
+    "use_flash_attention_2": "Pass attn_implementation='flash_attention_2'",
+    **dict.fromkeys(("mirror", "from_tf", "from_flax", "offload_state_dict", "use_auth_token"), _REMOVED),
 }
-"""Options of `model_init_kwargs` that would be ignored or read in part only, and what to do instead."""
-_OF_LOADER = (
+"""Entries of `model_init_kwargs` that would be ignored or read only in part, and the fix for each."""
+_UNDECLARED_KWARGS = (
     "dtype",
     "device_map",
     "quantization_config",
@@ -380,89 +455,107 @@ _OF_LOADER = (
     "key_mapping",
     "use_kernels",
 )
-"""Options that `from_pretrained` takes and does not name in its signature."""
+"""Arguments that `from_pretrained` takes but that are not in its signature."""
 
 
-def apply_model_init_kwargs(section: ModelSection, options: Mapping[str, Any], owner: str = "model_init_kwargs") -> dict[str, Any]:
-    """Put TRL's `model_init_kwargs` into a section, and return those that it has no field for.
+def apply_model_init_kwargs(
+    section: ModelSection, kwargs: Mapping[str, Any], owner: str = "model_init_kwargs"
+) -> dict[str, Any]:
+    """Write TRL's `model_init_kwargs` into a section, and return the entries for which it has no field.
 
-    owner: the option that holds them, for messages. Raises InputError for a dtype that does not exist, and for a
-    revision other than main, which config and tokenizer would not be read from.
+    Args:
+        section: The section to write into.
+        kwargs: Arguments of `from_pretrained`.
+        owner: Name of the option in messages.
+
+    Raises:
+        InputError: For a dtype that does not exist, an unsupported argument, and a revision other than main, since
+            config and tokenizer would not be read from it.
     """
-    left = dict(options)
-    if (revision := left.pop("revision", None)) not in (None, "main"):
-        mend = f"download it (hf download {section.name_or_path} --revision {revision}), and give that folder"
-        raise InputError(f"{owner}: revision={revision!r} cannot be loaded by name: {mend}")
-    dtype = left.pop("dtype", left.pop("torch_dtype", None))
+    remaining = dict(kwargs)
+    if (revision := remaining.pop("revision", None)) not in (None, "main"):
+        raise InputError(
+            f"{owner}: revision={revision!r} cannot be loaded by name. Download it (hf download {section.name_or_path} "
+            f"--revision {revision}) and use its folder"
+        )
+
+    dtype = remaining.pop("dtype", remaining.pop("torch_dtype", None))
     if dtype is not None:
         section.dtype = str(dtype).removeprefix("torch.")  # type: ignore[assignment]
         if section.dtype not in (known := get_args(get_type_hints(ModelSection)["dtype"])):
-            raise InputError(f"{owner}: dtype={dtype!r} is none of {', '.join(known)}")
-    section.attn_implementation = left.pop("attn_implementation", None) or section.attn_implementation
-    section.trust_remote_code = left.pop("trust_remote_code", section.trust_remote_code)
-    for name in _DONE_ANYWAY:
-        left.pop(name, None)
-    if left.get("use_safetensors") is False and not section.trust_remote_code:
-        problem = "trust_remote_code=True reads weights that are not safetensors"
-        raise InputError(f"{owner}: use_safetensors=False: {problem}")
-    usual = dict.fromkeys(_NOT_TAKEN, False)  # values that change nothing
-    left = {name: value for name, value in left.items() if value not in (None, "") and value is not usual.get(name)}
-    for name, problem in _NOT_TAKEN.items():
-        if name in left:
-            raise InputError(f"{owner}: {name}={short_repr(left[name])}: {problem}")
-    return left
+            raise InputError(f"{owner}: dtype={dtype!r} must be one of {', '.join(known)}")
+    section.attn_implementation = remaining.pop("attn_implementation", None) or section.attn_implementation
+    section.trust_remote_code = remaining.pop("trust_remote_code", section.trust_remote_code)
+    for name in _NO_EFFECT_KWARGS:
+        remaining.pop(name, None)
+    if remaining.get("use_safetensors") is False and not section.trust_remote_code:
+        raise InputError(
+            f"{owner}: use_safetensors=False requires trust_remote_code=True, since other weight files can run code"
+        )
+
+    defaults = dict.fromkeys(_UNSUPPORTED_KWARGS, False)
+    remaining = {
+        name: value for name, value in remaining.items() if value not in (None, "") and value is not defaults.get(name)
+    }
+    for name, fix in _UNSUPPORTED_KWARGS.items():
+        if name in remaining:
+            raise InputError(f"{owner}: {name}={short_repr(remaining[name])} is not supported. {fix}")
+    return remaining
 
 
 def apply_config_options(config: PreTrainedConfig, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Write into the config the options that are fields of it, as transformers does, and return the others."""
-    left = dict(options)
-    text = config.get_text_config()
-    for owner in (config, text):
-        for name in [name for name in left if name != "quantization_config" and _is_settable_field(owner, name)]:
-            value = left.pop(name)
-            own = getattr(owner, name)
-            if isinstance(own, PreTrainedConfig) and isinstance(value, Mapping):
-                own.update(dict(value))
+    """Write the options that are fields of the config into it, as transformers does, and return the others."""
+    remaining = dict(options)
+    text_config = config.get_text_config()
+    for owner in (config, text_config):
+        for name in [name for name in remaining if name != "quantization_config" and _is_settable_field(owner, name)]:
+            value = remaining.pop(name)
+            current = getattr(owner, name)
+            if isinstance(current, PreTrainedConfig) and isinstance(value, Mapping):
+                current.update(dict(value))
             else:
                 setattr(owner, name, value)
-    return left
+    return remaining
 
 
 def _is_settable_field(config: PreTrainedConfig, name: str) -> bool:
-    """Return whether a config has a value of this name that can be set; methods and read-only properties cannot."""
-    kind = getattr(type(config), name, None)
-    read_only = isinstance(kind, property) and kind.fset is None
+    """Return whether a config has a value of this name that can be set, unlike methods and read-only properties."""
+    attribute = getattr(type(config), name, None)
+    read_only = isinstance(attribute, property) and attribute.fset is None
     return hasattr(config, name) and not read_only and not callable(getattr(config, name))
 
 
 @contextmanager
 def as_unknown_option_error(name_or_path: str, config: PreTrainedConfig, options: Mapping[str, Any]) -> Iterator[None]:
-    """Turn the TypeError of an option that neither the loader nor the model reads into a line with the nearest one."""
+    """Convert the TypeError for an option that neither loader nor model reads into an InputError with a hint."""
     try:
         yield
     except TypeError as error:
-        found = re.search(r"unexpected keyword argument '(\w+)'", str(error))
-        if found is None or found[1] not in options:
+        match = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+        if match is None or match[1] not in options:
             raise
         loader = inspect.signature(PreTrainedModel.from_pretrained).parameters
-        known = {*loader, *_OF_LOADER, *config.to_dict(), *config.get_text_config().to_dict()}
-        close = name_hint(found[1], known, list_valid=False)
-        problem = f"neither from_pretrained nor the config of {name_or_path} has {found[1]!r}"
-        raise InputError(f"model_init_kwargs of {name_or_path}: {problem}{close}") from error
+        known = {*loader, *_UNDECLARED_KWARGS, *config.to_dict(), *config.get_text_config().to_dict()}
+        hint = name_hint(match[1], known, list_valid=False)
+        problem = f"neither from_pretrained nor the config of {name_or_path} has {match[1]!r}"
+        raise InputError(f"model_init_kwargs of {name_or_path}: {problem}{hint}") from error
 
 
 def _auto_class_kwargs(section: ModelSection) -> dict[str, Any]:
-    """What from_pretrained and from_config are both given."""
+    """Return the arguments that from_pretrained and from_config share."""
     attention = {} if section.attn_implementation == "auto" else {"attn_implementation": section.attn_implementation}
     return {"trust_remote_code": section.trust_remote_code, **attention}
 
 
-def weights_dtype(section: ModelSection, config: PreTrainedConfig, whole: bool, device: torch.device) -> torch.dtype:
-    """What weights are loaded as. `default`: float32 where all are trained (`whole`), otherwise bfloat16 on GPU and
-    float32 on CPU.
+def weights_dtype(
+    section: ModelSection, config: PreTrainedConfig, trains_all_weights: bool, device: torch.device
+) -> torch.dtype:
+    """Return the dtype in which weights are loaded.
+
+    `default` means float32 if all weights are trained, otherwise bfloat16 on a GPU and float32 on CPU.
     """
     if section.dtype == "default":
-        return torch.bfloat16 if device.type != "cpu" and not whole else torch.float32
+        return torch.bfloat16 if device.type != "cpu" and not trains_all_weights else torch.float32
     if section.dtype == "auto":
         return getattr(config.get_text_config(), "dtype", None) or torch.float32
     return getattr(torch, section.dtype)
@@ -470,7 +563,7 @@ def weights_dtype(section: ModelSection, config: PreTrainedConfig, whole: bool, 
 
 @contextmanager
 def unsharded_initialization() -> Iterator[None]:
-    """Random weights are the same under every engine: ZeRO-3 must not cut them while they are drawn."""
+    """Keep ZeRO-3 from sharding weights while they are initialized, so that they are the same under every engine."""
     before = hf_deepspeed._hf_deepspeed_config_weak_ref
     hf_deepspeed.unset_hf_deepspeed_config()
     try:
@@ -480,22 +573,27 @@ def unsharded_initialization() -> Iterator[None]:
 
 
 @contextmanager
-def as_input_error(what: str, name: str) -> Iterator[None]:
-    """Turns what from_pretrained raises into one line that names the model, and its nearest folder if it is missing."""
+def as_input_error(kind: str, name: str) -> Iterator[None]:
+    """Convert errors of `from_pretrained` into an InputError with the source, and a similar folder if it is missing.
+
+    Args:
+        kind: Kind of the source, such as "model" or "adapter".
+        name: Folder or hub name.
+    """
     try:
         yield
     except Exception as error:
-        # of broken files tokenizers raises Exception itself, and transformers KeyError
+        # for broken files tokenizers raises Exception itself, and transformers KeyError
         known = OSError | ValueError | ImportError | LookupError | SafetensorError
         if not isinstance(error, known) and type(error) is not Exception:
             raise
-        first = str(error).strip().partition("\n")[0].rstrip(".")
-        first = f"its files lack {first}" if isinstance(error, LookupError) else first
+        first_line = str(error).strip().partition("\n")[0].rstrip(".")
+        problem = f"its files lack {first_line}" if isinstance(error, LookupError) else first_line
         if (path := Path(name)).exists():
-            raise InputError(f"{what} {name}: {first}") from error
-        hub = f"; from the Hub: {first}"
+            raise InputError(f"{kind} {name}: {problem}") from error
+        hub = f"; from the Hub: {problem}"
         if is_local(name):
             hub = ""
         elif HF_HUB_OFFLINE:
-            hub = ", and with HF_HUB_OFFLINE the hub is not asked"
-        raise InputError(f"{what} {name}: no such folder{hub}{path_hint(path)}") from error
+            hub = ", and the Hub is not queried, since HF_HUB_OFFLINE is set"
+        raise InputError(f"{kind} {name}: no such folder{hub}{path_hint(path)}") from error

@@ -1,13 +1,13 @@
-"""Which reference a run of DPO or KTO has, made when the trainer is built; how it scores is in `frozen`.
+"""Choice of the reference model of DPO and KTO when a trainer is built. How it scores is in `frozen`.
 
-Of a policy that continues an adapter it is a frozen copy of the adapter, next to it on the one base
+If the policy continues an adapter, the reference is a frozen copy of that adapter on the same base
 (`FrozenAdapterReference`).
 """
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import datasets
 import peft
@@ -22,148 +22,193 @@ from . import adapters, load, score_cache
 from .config import ModelSection
 from .frozen import FrozenModel, Reference, precast_linear_weights, shares_trained_weights
 
+if TYPE_CHECKING:
+    from ..trainer.base import PostTrainer
+
 logger = logging.getLogger(__name__)
-REFERENCE_ADAPTER = "frozen_reference"  # name of the copy among the policy's adapters
+REFERENCE_ADAPTER = "frozen_reference"
+"""Name of the frozen copy among the policy's adapters."""
 
 
-def make_reference(trainer: Any, ref_model: nn.Module | str | None, lay_out: Callable | None = None) -> Reference:
-    """The policy as it is now, or an explicit `ref_model`. Raises InputError for a ref_model that is the policy itself.
+def make_reference(
+    trainer: "PostTrainer",
+    ref_model: nn.Module | str | None,
+    split_batch: Callable[..., list[MicroBatch]] | None = None,
+) -> Reference:
+    """Return the reference of a trainer: the policy as it is now, or `ref_model`.
 
-    With precompute_ref_log_probs the trainer's data sets are scored now and no second model is kept; left to itself
-    (None), they are scored now if that is cheaper, and the reference stays for rows that come later.
+    With `precompute_ref_log_probs` the data sets of the trainer are scored now and no second model is kept. If the
+    option is None, they are scored now if that is cheaper, and the reference stays for rows that come later.
+
+    Args:
+        trainer: The trainer.
+        ref_model: The reference, its hub name or its folder, or None for the policy as it is now.
+        split_batch: Returns the batches that are scored instead of a batch, if they differ.
+
+    Raises:
+        InputError: If `ref_model` is the policy itself.
     """
-    if trainer.reference_moves:  # the policy scores the rows of a round as it begins
-        return Reference(trainer, None, None, lay_out, starts_equal=False)
+    if trainer.reference_per_round:  # the policy scores the rows of a round when the round begins
+        return Reference(trainer, None, None, split_batch, starts_equal=False)
     policy = trainer.model
     accelerator = trainer.accelerator
-    asked = trainer.args.precompute_ref_log_probs
-    precompute = plans_repeated_passes(trainer) if asked is None else asked
-    # under an adapter the base is there already: a new adapter is switched off, of a continued one a copy is kept
-    adapted = isinstance(policy, peft.PeftModel)
-    inside: Callable = nullcontext
-    if adapted and ref_model is None:
-        inside = adapter_reference(policy, trainer.new_adapter) or nullcontext
-    by_adapter = inside is not nullcontext
-    # otherwise it is a copy of the policy in memory, never a reload by name
-    second: FrozenModel | None = None
+    option = trainer.args.precompute_ref_log_probs
+    precompute = plans_repeated_passes(trainer) if option is None else option
+
+    # with an adapter the base is loaded already: a new adapter is disabled, a continued one is copied
+    as_reference: Callable[[Any], AbstractContextManager[Any]] = nullcontext
+    if isinstance(policy, peft.PeftModel) and ref_model is None:
+        as_reference = adapter_reference(policy, trainer.new_adapter) or nullcontext
+    by_adapter = as_reference is not nullcontext
+
+    # otherwise the reference is a copy of the policy in memory, which is never loaded by name again
+    frozen_model: FrozenModel | None = None
     if ref_model is not None:
         if isinstance(ref_model, str):
             ref_model = load.load_model(ModelSection(name_or_path=ref_model), trainable=False)
         launch.check_model(ref_model, trainer.args)
         if shares_trained_weights(ref_model, policy):
-            problem = "ref_model is the policy itself, or shares weights with it, which move"
-            raise InputError(f"{problem}: leave it out, a frozen reference is kept anyway")
-        second = FrozenModel(ref_model, accelerator)
-    elif (precompute and engine.changes_weights(accelerator)) or not (asked or by_adapter):
-        # a policy that its engine has yet to cut or cast cannot score for itself
-        second = FrozenModel(precast_linear_weights(sharded.copy_model(policy, accelerator), accelerator), accelerator)
-    if second is not None:
-        trainer.set_second_models([second])
-    reference = Reference(trainer, inside, second, lay_out, starts_equal=ref_model is None)
+            raise InputError(
+                "ref_model is the policy itself, or shares trained weights with it. Remove it, since the trainer keeps "
+                "a frozen reference anyway"
+            )
+        frozen_model = FrozenModel(ref_model, accelerator)
+    elif (precompute and engine.changes_weights(accelerator)) or not (option or by_adapter):
+        # a policy that its engine has yet to shard or cast cannot score for itself
+        copied = precast_linear_weights(sharded.copy_model(policy, accelerator), accelerator)
+        frozen_model = FrozenModel(copied, accelerator)
+    if frozen_model is not None:
+        trainer.set_second_models([frozen_model])
+
+    reference = Reference(trainer, as_reference, frozen_model, split_batch, starts_equal=ref_model is None)
     if precompute:
         _precompute(trainer, reference)
-        if second is not None and not (asked or by_adapter):
-            second.release()
-        elif second is not None:
+        if frozen_model is not None and not (option or by_adapter):
+            frozen_model.release()
+        elif frozen_model is not None:
             trainer.set_second_models([])
-            reference.second = None
-        if asked and not by_adapter:
-            reference.inside = None
+            reference.frozen_model = None
+        if option and not by_adapter:
+            reference.as_reference = None
     return reference
 
 
-def adapter_reference(policy: peft.PeftModel, new: bool) -> Callable | None:
-    """The context in which the policy is as it began, on the base that it trains on; None where there is none.
+def adapter_reference(
+    policy: peft.PeftModel, new_adapter: bool
+) -> Callable[[peft.PeftModel], AbstractContextManager[Any]] | None:
+    """Return a context in which the policy is as it was at the start, on the base that it shares with the reference.
 
-    new: does its adapter begin as no change?
+    Args:
+        policy: The policy with its adapter.
+        new_adapter: Whether the adapter does not change the base at the start.
+
+    Returns:
+        The context, which takes the policy, or None if weights of the base are trained, too.
     """
-    base = [name for name, p in policy.named_parameters() if p.requires_grad and not adapters.is_adapter_weight(policy, name)]
-    if not base:
-        return peft.PeftModel.disable_adapter if new else FrozenAdapterReference(policy)
-    logger.info("reference: a copy of the whole policy, since %s of the base is trained too", base[0])
+    trained_base_weights = [
+        name
+        for name, weight in policy.named_parameters()
+        if weight.requires_grad and not adapters.is_adapter_weight(policy, name)
+    ]
+    if not trained_base_weights:
+        return peft.PeftModel.disable_adapter if new_adapter else FrozenAdapterReference(policy)
+    logger.info("reference: a copy of the full policy, since %s of the base is trained too", trained_base_weights[0])
     return None
 
 
-def plans_repeated_passes(trainer: Any) -> bool:
-    """Are the training rows planned to be seen more than once? Then it is cheaper to score them beforehand."""
+def plans_repeated_passes(trainer: "PostTrainer") -> bool:
+    """Return whether training reads the rows more than once, so that it is cheaper to score them in advance."""
     args = trainer.args
-    evaluated = trainer.eval_dataset
-    sets = evaluated.values() if isinstance(evaluated, dict) else [evaluated]
-    if any(isinstance(rows, datasets.IterableDataset) for rows in sets):
-        return False  # no scores can be kept for a stream; one to train on has no planned passes
-    passes = planned_epochs(trainer.train_dataset, args, trainer.get_total_train_batch_size(args))
-    if passes > 1:
-        logger.info("reference: the data is scored once beforehand, since %.3g passes over it are planned", passes)
-    return passes > 1
+    eval_dataset = trainer.eval_dataset
+    eval_datasets = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
+    if any(isinstance(rows, datasets.IterableDataset) for rows in eval_datasets):
+        return False  # scores of a stream cannot be kept, and a stream to train on has no planned passes
+    epochs = planned_epochs(trainer.train_dataset, args, trainer.get_total_train_batch_size(args))
+    if epochs > 1:
+        logger.info("reference: the data is scored once in advance, since %.3g epochs are planned", epochs)
+    return epochs > 1
 
 
-def _precompute(trainer: Any, reference: Reference) -> None:
-    """Give the trainer's rows `ref_logps`, K floats a row, from the cache on disk or scored now."""
+def _precompute(trainer: "PostTrainer", reference: Reference) -> None:
+    """Add the column `ref_logps` to the rows of the trainer, K floats a row, from the cache on disk or scored now."""
     args = trainer.args
-    size = trainer.args.precompute_ref_batch_size or trainer.args.per_device_eval_batch_size
+    batch_size = trainer.args.precompute_ref_batch_size or trainer.args.per_device_eval_batch_size
     trainer.check_scoring(trainer.model)
-    model: Any = trainer.model if reference.second is None else reference.second.model
-    # a new adapter is off: only its base counts
-    whole = score_cache.model_key(model, with_adapter=reference.inside is not peft.PeftModel.disable_adapter)
-    key = [whole, trainer.method.name, args.bf16, args.fp16]
+    model: Any = trainer.model if reference.frozen_model is None else reference.frozen_model.model
+    # a new adapter is disabled, so that the key depends on the base alone
+    with_adapter = reference.as_reference is not peft.PeftModel.disable_adapter
+    key = [score_cache.model_key(model, with_adapter), trainer.method.name, args.bf16, args.fp16]
 
     def score(batch: MicroBatch) -> list[dict[str, Any]]:
         return [{"ref_logps": logps} for logps in reference.logps(trainer.model, batch).float().tolist()]
 
-    score_cache.add_scores(trainer, Feature.REFERENCE_CACHE, "reference", key, size, score)
+    score_cache.add_scores(trainer, Feature.REFERENCE_CACHE, "reference", key, batch_size, score)
 
 
 class FrozenAdapterReference:
-    """Puts the copy into the policy; called, it is a context in which the copy is active."""
+    """A frozen copy of the policy's adapter. A call returns a context in which the copy is the active adapter."""
 
-    def __init__(self, policy: peft.PeftModel):
-        self.trained = policy.active_adapter
+    def __init__(self, policy: peft.PeftModel) -> None:
+        self.trained_adapter = policy.active_adapter
         if REFERENCE_ADAPTER in policy.peft_config:  # of an earlier trainer of this policy, as in rounds of DPO
             policy.delete_adapter(REFERENCE_ADAPTER)
-        config = adapters.config_with_default_init(policy.peft_config[self.trained])
+        config = adapters.config_with_default_init(policy.peft_config[self.trained_adapter])
         if hasattr(config, "bias"):
-            config.bias = "none"  # here the base has no biases, and PEFT refuses a second adapter that asks for them
+            config.bias = "none"  # the copy has no biases of the base, which PEFT allows for one adapter only
         policy.add_adapter(REFERENCE_ADAPTER, config)
         self.config = policy.peft_config[REFERENCE_ADAPTER]
-        state = peft.get_peft_model_state_dict(policy, adapter_name=self.trained)
+        state = peft.get_peft_model_state_dict(policy, adapter_name=self.trained_adapter)
         peft.set_peft_model_state_dict(policy, {key: value.clone() for key, value in state.items()}, REFERENCE_ADAPTER)
         with self(policy):
             pass  # leaves the copy without gradients and the policy's own adapter active
 
     @contextmanager
     def __call__(self, policy: peft.PeftModel) -> Iterator[None]:
-        """The copy in the trained adapter's place inside; what was trainable is trainable again outside. Raises
-        InputError where a later trainer of this policy has made another copy.
+        """Activate the copy inside the context, and restore the trained adapter and what is trainable afterwards.
+
+        Raises:
+            InputError: If a later trainer of this policy has made another copy, or another adapter is active.
         """
         if policy.peft_config.get(REFERENCE_ADAPTER) is not self.config:
-            raise InputError("a later trainer of this model has replaced the reference: build this trainer once more")
-        if policy.active_adapter != self.trained:
-            active = policy.active_adapter
-            raise InputError(f"adapter {active!r} is active, and the trainer was built for {self.trained!r}")
-        # PEFT makes an adapter trainable when it activates it, so remember what was
-        trainable = {key for key, p in policy.named_parameters() if p.requires_grad and f".{REFERENCE_ADAPTER}." not in key}
+            raise InputError("a later trainer of this model has replaced the reference. Build this trainer again")
+        if policy.active_adapter != self.trained_adapter:
+            raise InputError(
+                f"adapter {policy.active_adapter!r} is active, but the trainer was built for {self.trained_adapter!r}. "
+                "Activate that one"
+            )
+        # PEFT makes an adapter trainable when it activates it, so that the trainable weights have to be restored
+        trainable = {
+            name
+            for name, weight in policy.named_parameters()
+            if weight.requires_grad and f".{REFERENCE_ADAPTER}." not in name
+        }
         policy.set_adapter(REFERENCE_ADAPTER)
         try:
             yield
         finally:
-            policy.set_adapter(self.trained)
-            for key, parameter in policy.named_parameters():
-                parameter.requires_grad_(key in trainable)
+            policy.set_adapter(self.trained_adapter)
+            for name, weight in policy.named_parameters():
+                weight.requires_grad_(name in trainable)
 
 
 @contextmanager
 def without_reference_adapter(model: nn.Module, state: dict[str, Tensor] | None) -> Iterator[dict[str, Tensor] | None]:
-    """Keep the copy out of what is saved: inside, PEFT knows neither its config nor its tensors.
+    """Exclude the frozen copy from what is saved: inside the context, PEFT has neither its config nor its tensors.
 
-    state: what would be saved, None for the model's own state_dict; gives what is.
+    Args:
+        model: The policy.
+        state: The state dict to save, or None for that of the model.
+
+    Yields:
+        The state dict without the copy, or `state` if there is no copy.
     """
     configs = getattr(model, "peft_config", {})
     config = configs.pop(REFERENCE_ADAPTER, None)
     if config is None:
         yield state
         return
-    whole = model.state_dict() if state is None else state
+    tensors = model.state_dict() if state is None else state
     try:
-        yield {name: tensor for name, tensor in whole.items() if f".{REFERENCE_ADAPTER}." not in name}
+        yield {name: tensor for name, tensor in tensors.items() if f".{REFERENCE_ADAPTER}." not in name}
     finally:
         configs[REFERENCE_ADAPTER] = config

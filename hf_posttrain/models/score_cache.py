@@ -1,4 +1,7 @@
-"""Rows that a frozen model scored once, before training, kept on disk under a key of all that changes the numbers."""
+"""Cache on disk for scores of a frozen model, which are computed once before training.
+
+The key of an entry depends on everything that changes the numbers.
+"""
 
 import contextlib
 import hashlib
@@ -8,7 +11,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import datasets
 import peft
@@ -19,9 +22,10 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import nn
 from tqdm.auto import tqdm
+from transformers import PreTrainedModel
 
 from ..batching.micro_batch import MicroBatch
-from ..capabilities import Feature, conflict
+from ..capabilities import Feature, conflict_message
 from ..data.dataset_type import AnyDatasets
 from ..data.images import image_versions
 from ..engines import sharded
@@ -29,66 +33,86 @@ from ..errors import InputError
 from ..scoring import forward
 from . import adapters
 
+if TYPE_CHECKING:
+    from ..trainer.interface import TrainerInterface
+
 logger = logging.getLogger(__name__)
 _NON_NUMERIC_KEYS = ("_name_or_path", "architectures", "transformers_version", "use_cache")
 
 
 def add_scores(
-    trainer: Any,
+    trainer: "TrainerInterface",
     option: Feature,
-    what: str,
+    scorer: str,
     key: list[Any],
-    size: int,
+    batch_size: int,
     score: Callable[[MicroBatch], Sequence[dict[str, Any]]],
 ) -> None:
-    """Give the trainer's data sets the columns that `score` finds, or that the cache has under `key` and the rows.
+    """Add columns with scores to the data sets of the trainer, computed now or read from the cache.
 
-    option: of the Config, which asks for them. what: who scores, "reference" or "teacher". key: all that the scores
-    depend on besides the rows, the model first. size, score: as in `score_rows`; score gives a row's new columns.
-    Raises InputError for a stream.
+    Args:
+        trainer: The trainer.
+        option: The option of the Config that requests the scores.
+        scorer: The model that scores, "reference" or "teacher".
+        key: Everything on which the scores depend in addition to the rows, the model first.
+        batch_size: As in `score_rows`.
+        score: As in `score_rows`. Returns the new columns of each row.
+
+    Raises:
+        InputError: For a stream.
     """
 
-    def scored(rows: AnyDatasets | None, name: str) -> Any:
+    def with_scores(rows: AnyDatasets | None, name: str) -> Any:
         if rows is None:
             return None
         if isinstance(rows, dict):
-            return {each: scored(part, f"{name} {each}") for each, part in rows.items()}
+            return {part: with_scores(part_rows, f"{name} {part}") for part, part_rows in rows.items()}
         if not isinstance(rows, datasets.Dataset):
-            raise InputError(conflict(option, Feature.STREAM))
+            raise InputError(conflict_message(option, Feature.STREAM))
+        dataset = rows
+
+        def compute() -> datasets.Dataset:
+            title = f"Scores of {name} by the {scorer}"
+            return datasets.Dataset.from_list(score_rows(trainer, dataset, batch_size, score, title))
+
         # the key of one data set: the model, its rows, and the rest
-        title = f"Scores of {name} by the {what}"
-        whole = [key[0], rows_key(rows, trainer), *key[1:], layout_key(trainer)]
-        compute = lambda: datasets.Dataset.from_list(score_rows(trainer, rows, size, score, title))  # noqa: E731
-        columns = load_or_compute(whole, len(rows), compute, what, trainer.accelerator)
-        trainer.scored_rows.append(datasets.concatenate_datasets([rows, columns], axis=1))
+        dataset_key = [key[0], rows_key(dataset, trainer), *key[1:], layout_key(trainer)]
+        columns = load_or_compute(dataset_key, len(dataset), compute, scorer, trainer.accelerator)
+        trainer.scored_rows.append(datasets.concatenate_datasets([dataset, columns], axis=1))
         return trainer.scored_rows[-1]
 
-    trainer.train_dataset = scored(trainer.train_dataset, "train")
-    trainer.eval_dataset = scored(trainer.eval_dataset, "eval")
+    trainer.train_dataset = with_scores(trainer.train_dataset, "train")
+    trainer.eval_dataset = with_scores(trainer.eval_dataset, "eval")
 
 
-def layout_key(trainer: Any) -> str:
-    """Return how the trainer arranges tokens for its models: in half precision other arrangements round otherwise."""
+def layout_key(trainer: "TrainerInterface") -> str:
+    """Return how the trainer arranges tokens for its models. In half precision, another layout rounds differently."""
     implementations = [model.config.get_text_config()._attn_implementation for model in trainer.scored]
     return f"{trainer.data_collator.layout} {implementations}"
 
 
 def load_or_compute(
-    key: list[Any], count: int, compute: Callable[[], datasets.Dataset], what: str, accelerator: Accelerator
+    key: list[Any], count: int, compute: Callable[[], datasets.Dataset], name: str, accelerator: Accelerator
 ) -> datasets.Dataset:
-    """The rows under `key`, computed by all ranks and written by one of each machine where one lacks them.
+    """Return the cached rows of a key. If a rank lacks them, all ranks compute them and one per machine writes them.
 
-    count: how many rows there are. A folder with fewer is damaged, and is computed again.
+    Args:
+        key: The key.
+        count: Number of rows. A folder with fewer is damaged and is computed again.
+        compute: Returns the rows.
+        name: Prefix of the folder.
+        accelerator: The accelerator of the trainer.
     """
-    # the first rank's key counts: on the others a sharded model may be empty until it is prepared
-    [name] = broadcast_object_list([hashlib.sha256("\n".join(map(str, key)).encode()).hexdigest()[:24]])
-    folder = Path(datasets.config.HF_DATASETS_CACHE) / "hf_posttrain" / f"{what}-{name}"
-    known = _load_complete(folder, count)
-    if all(gather_object([known is not None])):
-        logger.info("%s: taken from the cache %s", what, folder)
-        return known  # type: ignore[return-value]
+    # the first rank's key counts: on the others, a sharded model may be empty until it is prepared
+    [digest] = broadcast_object_list([hashlib.sha256("\n".join(map(str, key)).encode()).hexdigest()[:24]])
+    folder = Path(datasets.config.HF_DATASETS_CACHE) / "hf_posttrain" / f"{name}-{digest}"
+    cached = _load_complete(folder, count)
+    if all(gather_object([cached is not None])):
+        logger.info("%s: read from the cache %s", name, folder)
+        return cached  # type: ignore[return-value]
+
     rows = compute()
-    # written aside and renamed, so that no other run finds a part of it
+    # written to a temporary folder and renamed, so that no other run reads a part of it
     if accelerator.is_local_main_process and _load_complete(folder, count) is None:
         shutil.rmtree(folder, ignore_errors=True)
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -101,8 +125,9 @@ def load_or_compute(
 
 
 def _load_complete(folder: Path, count: int) -> datasets.Dataset | None:
-    """The rows in a folder, if it has them all: tidied up or full disks leave folders without files, or with part of
-    one, which Arrow reads up to where it ends.
+    """Return the rows in a folder, or None if it does not have all of them.
+
+    Cleanups and full disks leave folders without files, or with a part of a file, which Arrow reads up to its end.
     """
     try:
         rows = datasets.load_from_disk(str(folder))
@@ -112,53 +137,71 @@ def _load_complete(folder: Path, count: int) -> datasets.Dataset | None:
 
 
 def score_rows(
-    trainer: Any, rows: datasets.Dataset, size: int, score: Callable[[MicroBatch], Sequence[Any]], title: str
+    trainer: "TrainerInterface",
+    rows: datasets.Dataset,
+    batch_size: int,
+    score: Callable[[MicroBatch], Sequence[Any]],
+    title: str,
 ) -> list[Any]:
-    """What `score` says of each row, in the rows' order, on every rank; longest rows first, `size` at a time.
+    """Return the scores of the rows, in their order, on every rank. The longest rows are scored first.
 
-    score: a batch on the device -> one picklable value a row. Every rank makes the same number of calls, since a
-    sharded model's forward needs all of them: one that has run out scores its last rows again.
+    Every rank makes the same number of calls, since the forward of a sharded model requires all of them. A rank without
+    further rows scores its last ones again.
+
+    Args:
+        trainer: The trainer.
+        rows: Prepared rows.
+        batch_size: Number of rows in a call of `score`.
+        score: Takes a batch on the device and returns one picklable value for each row.
+        title: Title of the progress bar.
     """
     accelerator = trainer.accelerator
     lengths = [sum(len(v) for v in row.values() if isinstance(v, list)) for row in rows]
     order = sorted(range(len(rows)), key=lambda i: -lengths[i])
-    parts = [order[start : start + size] for start in range(0, len(order), size)]
-    mine: dict[int, Any] = {}
+    parts = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
+    local_scores: dict[int, Any] = {}
     world = accelerator.num_processes
     rank = accelerator.process_index
-    # in each round the ranks take one part each, of about equal lengths
+    # in each iteration every rank takes one part, of about equal lengths
     for first in tqdm(range(0, len(parts), world), desc=title, disable=not accelerator.is_local_main_process):
         chosen = parts[min(first + rank, len(parts) - 1)]
-        batch = trainer._prepare_inputs(trainer.data_collator([rows[i] for i in chosen]))
-        mine |= zip(chosen, score(batch), strict=True)
-    found = {number: value for part in gather_object([mine]) for number, value in part.items()}
-    return [found[number] for number in range(len(rows))]
+        batch: Any = trainer._prepare_inputs(trainer.data_collator([rows[i] for i in chosen]))
+        local_scores |= zip(chosen, score(batch), strict=True)
+    scores = {number: value for part in gather_object([local_scores]) for number, value in part.items()}
+    return [scores[number] for number in range(len(rows))]
 
 
 def model_key(model: nn.Module, with_adapter: bool = True) -> str:
-    """A hash of what computes: class, config, every weight's name, dtype and bytes (an adapter's where it is on)."""
-    inner = forward.causal_lm(model)
-    whole_model = forward.unwrap_model(model)
-    configs: list[Any] = [numeric_config(inner)]
-    adapted = isinstance(whole_model, peft.PeftModel)
-    if with_adapter and adapted:
-        configs.append(whole_model.peft_config[whole_model.active_adapter].to_dict())
-        # which adapters are on in each layer, and how strongly
-        layers = adapters.adapted_layers(whole_model)
-        configs += [[m.active_adapters, m.disable_adapters, getattr(m, "scaling", None)] for m in layers]
-    described = f"{sharded.original_class(inner).__name__} {json.dumps(configs, sort_keys=True, default=plain)}"
-    weights: dict[str, Any] = whole_model.state_dict(keep_vars=True)
-    if adapted and not with_adapter:
-        weights = {name: weight for name, weight in weights.items() if not adapters.is_adapter_weight(whole_model, name)}
-    return weights_key(weights, described)
+    """Return a hash of all that affects the numbers of a model.
 
-
-def weights_key(weights: Mapping[str, Any], described: str = "", sample: int = 0) -> str:
-    """A hash of the weights' names, dtypes, shapes and bytes, after `described`. All ranks call it.
-
-    sample: so many values of each weight, evenly spread, instead of all: another model differs in some of them.
+    This is its class, its config, and the name, dtype and bytes of every weight (of an adapter only if it is active).
     """
-    digest = xxhash.xxh3_128(described.encode())
+    inner = forward.causal_lm(model)
+    unwrapped = forward.unwrap_model(model)
+    configs: list[Any] = [numeric_config(inner)]
+    adapted = isinstance(unwrapped, peft.PeftModel)
+    if with_adapter and adapted:
+        configs.append(unwrapped.peft_config[unwrapped.active_adapter].to_dict())
+        # the active adapters of each layer, and their scaling
+        layers = adapters.adapted_layers(unwrapped)
+        configs += [[m.active_adapters, m.disable_adapters, getattr(m, "scaling", None)] for m in layers]
+    prefix = f"{sharded.original_class(inner).__name__} {json.dumps(configs, sort_keys=True, default=json_default)}"
+    weights: dict[str, Any] = unwrapped.state_dict(keep_vars=True)
+    if adapted and not with_adapter:
+        weights = {name: weight for name, weight in weights.items() if not adapters.is_adapter_weight(unwrapped, name)}
+    return weights_key(weights, prefix)
+
+
+def weights_key(weights: Mapping[str, Any], prefix: str = "", sample: int = 0) -> str:
+    """Return a hash of the names, dtypes, shapes and bytes of weights. All ranks call it.
+
+    Args:
+        weights: Tensors by name.
+        prefix: Text that is hashed first.
+        sample: Number of evenly spread values of each weight to hash, or 0 for all. The weights of another model differ
+            in some of them.
+    """
+    digest = xxhash.xxh3_128(prefix.encode())
     for name, tensor in sharded.iter_gathered(weights):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         values = tensor.detach().reshape(-1)
@@ -167,22 +210,23 @@ def weights_key(weights: Mapping[str, Any], described: str = "", sample: int = 0
     return digest.hexdigest()
 
 
-def numeric_config(inner: Any) -> dict[str, Any]:
-    """The config of a causal LM, but for what changes no number."""
+def numeric_config(inner: PreTrainedModel) -> dict[str, Any]:
+    """Return the config of a causal LM without keys that do not affect its numbers."""
     return {key: value for key, value in inner.config.to_dict().items() if key not in _NON_NUMERIC_KEYS}
 
 
 def json_default(value: object) -> Any:
-    """A value as JSON can have it, the same in every process: the order of a set is not."""
+    """Return a value that JSON supports and that is the same in every process, unlike the order of a set."""
     return sorted(value) if isinstance(value, set) else str(value)
 
 
-def rows_key(rows: datasets.Dataset, trainer: Any = None) -> str:
-    """A hash of the rows' content. trainer: with that of their pictures, as its processor reads them."""
+def rows_key(rows: datasets.Dataset, trainer: "TrainerInterface | None" = None) -> str:
+    """Return a hash of the content of rows, with `trainer` including their images as its processor reads them."""
     digest = xxhash.xxh3_128()
-    seen = trainer and trainer.data_collator.vision_inputs
-    if seen and "images" in rows.column_names:
-        digest.update(f"{seen.reader.processor.image_processor.to_json_string()} {image_versions(rows['images'])}".encode())
+    vision_inputs = trainer.data_collator.vision_inputs if trainer else None
+    if vision_inputs and "images" in rows.column_names:
+        image_processor = vision_inputs.reader.processor.image_processor
+        digest.update(f"{image_processor.to_json_string()} {image_versions(rows['images'])}".encode())
     for table in rows.with_format("arrow").iter(1000):
         bare = table.replace_schema_metadata(None).combine_chunks()
         with pa.ipc.new_stream(sink := pa.BufferOutputStream(), bare.schema) as writer:

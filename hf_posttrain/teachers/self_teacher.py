@@ -1,4 +1,4 @@
-"""The student as its own teacher: as it was when training started, or the moving average of its weights."""
+"""The student as its own teacher, with its weights at the start of training or with a moving average of them."""
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
@@ -23,16 +23,21 @@ from .local import LocalTeacher
 
 
 class SelfTeacher(LocalTeacher):
-    """The policy as its own teacher, with its adapter disabled or as it was: no second model.
+    """The policy as its own teacher without a second model, with its adapter disabled or replaced by a frozen copy.
 
-    inside: returns a context in which the policy is the teacher.
+    Args:
+        trainer: The trainer of the policy.
+        teacher_context: Function of the policy that returns a context in which the policy is the teacher.
+        description: Description in checkpoints.
     """
 
     offload = False
 
-    def __init__(self, trainer: TrainerInterface, inside: Callable[[Any], Any], description: str):
+    def __init__(
+        self, trainer: TrainerInterface, teacher_context: Callable[..., AbstractContextManager[object]], description: str
+    ) -> None:
         self.trainer = trainer
-        self.inside = inside
+        self.teacher_context = teacher_context
         self.accelerator = trainer.accelerator
         self.description = description
         self.sharded = engine.shards_weights(trainer.accelerator)
@@ -45,120 +50,136 @@ class SelfTeacher(LocalTeacher):
 
     @property
     def models(self) -> list[FrozenModel]:
-        """None: the trainer has the policy."""
+        """An empty list, because the trainer holds the policy."""
         return []
 
     def __enter__(self) -> nn.Module:
         self.contexts.enter_context(forward.eval_mode(self.model))
-        self.contexts.enter_context(self.inside(forward.unwrap_model(self.model)))
+        self.contexts.enter_context(self.teacher_context(forward.unwrap_model(self.model)))
         return self.model
 
     def __exit__(self, *error: Any) -> None:
         self.contexts.close()
 
     @property
-    def head_leaves(self) -> bool:
-        """Whether the head is another one after a forward: an adapter on it is active again."""
+    def needs_head_copy(self) -> bool:
+        """Whether the head changes after a forward pass, because an adapter on it is active again."""
         head = forward.causal_lm(self.model).get_output_embeddings()
         return self.sharded or hasattr(head, "base_layer") or hasattr(head, "modules_to_save")
 
-    def key(self) -> Any:
-        with self.inside(forward.unwrap_model(self.model)):  # what is off does not count
-            off = self.inside is peft.PeftModel.disable_adapter
-            return score_cache.model_key(self.model, with_adapter=not off)
+    def key(self) -> object:
+        """Return a hash of the model, without a disabled adapter."""
+        with self.teacher_context(forward.unwrap_model(self.model)):
+            is_disabled = self.teacher_context is peft.PeftModel.disable_adapter
+            return score_cache.model_key(self.model, with_adapter=not is_disabled)
 
     def release(self) -> None:
-        """It is where the policy is."""
+        """Do nothing, because the weights are those of the policy."""
 
 
 class MovingAverage(TrainerCallback):
-    """Weights of a teacher that follow those of the policy: w <- decay w + (1 - decay) policy, after each step.
+    """Moving average of the weights of the policy, w <- decay w + (1 - decay) policy after each optimizer step.
 
-    pairs: returns the tensors of both, the teacher's and the policy's, by name. A checkpoint stores the averages.
+    Checkpoints store the averages.
+
+    Args:
+        pairs: Function that returns the weights of the teacher and of the policy, by name.
+        decay: Decay of the average.
     """
 
     required = True
 
-    def __init__(self, pairs: Callable[[], Mapping[str, tuple[Tensor, Tensor]]], decay: float):
+    def __init__(self, pairs: Callable[[], Mapping[str, tuple[Tensor, Tensor]]], decay: float) -> None:
         self.pairs = pairs
         self.decay = decay
 
     @torch.no_grad()
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Follow."""
-        for average, now in self.pairs().values():
-            average.lerp_(now.to(average), 1 - self.decay)
+        """Update the averages."""
+        for average, weight in self.pairs().values():
+            average.lerp_(weight.to(average), 1 - self.decay)
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Start as the policy."""
-        for average, now in self.pairs().values():
-            average.copy_(now)
+        """Set the averages to the weights of the policy."""
+        for average, weight in self.pairs().values():
+            average.copy_(weight)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Tensor]:
         """Return the average of each weight."""
         return {name: average.detach() for name, (average, _) in self.pairs().items()}
 
     @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Continue from the averages of a checkpoint."""
         for name, (average, _) in self.pairs().items():
             average.copy_(state[name])
 
 
-def build_self_teacher(trainer: Any, section: TeacherSection, name: str) -> LocalTeacher:
-    """Return the teacher of a section with `self`. Its `average` is the moving average that training must update.
+def build_self_teacher(trainer: TrainerInterface, section: TeacherSection, name: str) -> LocalTeacher:
+    """Return the teacher of a section with `self`. Its `average` is the callback that updates a moving average.
 
-    Raises InputError for a moving average of sharded weights.
+    Raises:
+        InputError: The weights of a moving average are sharded or are not float32.
     """
     policy = trainer.model
     accelerator = trainer.accelerator
-    follows = section.self == "ema"
-    if follows and engine.changes_weights(accelerator):
+    is_average = section.self == "ema"
+    if is_average and engine.changes_weights(accelerator):
         raise InputError(conflict_message(Feature.MOVING_AVERAGE, Feature.SHARDED))
-    inside = None
-    description = f"self: {section.self}" + f" {section.ema:g}" * follows
-    if isinstance(policy, peft.PeftModel):  # a moving average needs a copy of the adapter
-        inside = adapter_reference(policy, trainer.new_adapter and not follows)
-    # before training its engine has yet to cut or cast the policy, which cannot score for itself then
+    teacher_context = None
+    description = f"self: {section.self}" + f" {section.ema:g}" * is_average
+    if isinstance(policy, peft.PeftModel):  # a moving average requires a copy of the adapter
+        teacher_context = adapter_reference(policy, trainer.new_adapter and not is_average)
+    # Before training, the engine has not yet sharded or cast the policy, which therefore cannot score.
     if engine.changes_weights(accelerator) and trainer.args.teacher.precompute:
-        inside = None
-    if inside is not None:
-        with_adapter = SelfTeacher(trainer, inside, description)
-        if follows:
-            with_adapter.average = _build_average(trainer, partial(_adapter_pairs, policy, inside), section.ema)
-        return with_adapter
-    whole = sharded.copy_model(policy, accelerator)
-    teacher = LocalTeacher(whole if follows else precast_linear_weights(whole, accelerator), accelerator, section.offload)
+        teacher_context = None
+    if teacher_context is not None:
+        self_teacher = SelfTeacher(trainer, teacher_context, description)
+        if is_average:
+            self_teacher.average = _build_average(partial(_adapter_pairs, policy, teacher_context), section.ema)
+        return self_teacher
+
+    model = sharded.copy_model(policy, accelerator)
+    if not is_average:
+        model = precast_linear_weights(model, accelerator)
+    teacher = LocalTeacher(model, accelerator, section.offload)
     teacher.description = description
-    if follows:
-        teacher.average = _build_average(trainer, lambda: _weight_pairs(teacher.model, policy), section.ema)
+    if is_average:
+        teacher.average = _build_average(partial(_weight_pairs, teacher, policy), section.ema)
     return teacher
 
 
 def check_average(dtypes: Iterable[torch.dtype]) -> None:
-    """Raises InputError where one of these, of weights that are trained, is too coarse for a moving average."""
-    if low := {str(dtype) for dtype in dtypes} - {"torch.float32", "torch.float64"}:
-        problem = f"an average of {low.pop()} weights does not move: set model.dtype: float32"
-        raise InputError(f"teacher.self: ema: {problem}")
+    """Raise InputError if one of the dtypes of trained weights is too coarse for a moving average."""
+    if low_precision := {str(dtype) for dtype in dtypes} - {"torch.float32", "torch.float64"}:
+        problem = f"an average of {low_precision.pop()} weights does not move"
+        raise InputError(f"teacher.self: ema: {problem}. Set model.dtype: float32")
 
 
-def _build_average(
-    trainer: TrainerInterface, pairs: Callable[[], Mapping[str, tuple[Tensor, Tensor]]], decay: float
-) -> MovingAverage:
+def _build_average(pairs: Callable[[], Mapping[str, tuple[Tensor, Tensor]]], decay: float) -> MovingAverage:
+    """Return the moving average of pairs of weights, after a check of their dtypes."""
     check_average(average.dtype for average, _ in pairs().values())
     return MovingAverage(pairs, decay)
 
 
-def _weight_pairs(teacher: nn.Module, policy: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
-    mine = dict(forward.unwrap_model(policy).named_parameters())
-    trained = {name for name, weight in mine.items() if weight.requires_grad}
-    return {name: (weight, mine[name]) for name, weight in teacher.named_parameters() if name in trained}
-
-
-def _adapter_pairs(policy: nn.Module, copied: Any) -> dict[str, tuple[Tensor, Tensor]]:
-    mine = dict(forward.unwrap_model(policy).named_parameters())
-    of_copy = {
-        name.replace(f".{REFERENCE_ADAPTER}", f".{copied.trained}"): weight for name, weight in mine.items() if f".{REFERENCE_ADAPTER}" in name
+def _weight_pairs(teacher: LocalTeacher, policy: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return the weights of the teacher and of the policy by name, for all weights that are trained."""
+    policy_weights = dict(forward.unwrap_model(policy).named_parameters())
+    trained = {name for name, weight in policy_weights.items() if weight.requires_grad}
+    return {
+        name: (weight, policy_weights[name])
+        for name, weight in teacher.model.named_parameters()
+        if name in trained
     }
-    return {name: (weight, mine[name]) for name, weight in of_copy.items() if name in mine}
+
+
+def _adapter_pairs(policy: nn.Module, reference: FrozenAdapterReference) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return the weights of the frozen copy of the adapter and of the trained adapter, by name."""
+    weights = dict(forward.unwrap_model(policy).named_parameters())
+    copied = {
+        name.replace(f".{REFERENCE_ADAPTER}", f".{reference.trained_adapter}"): weight
+        for name, weight in weights.items()
+        if f".{REFERENCE_ADAPTER}" in name
+    }
+    return {name: (weight, weights[name]) for name, weight in copied.items() if name in weights}

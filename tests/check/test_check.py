@@ -137,7 +137,7 @@ def test_an_adapter_that_is_continued_is_counted_as_a_new_one(folder, capsys, ki
     assert "It can run." in capsys.readouterr().out
     peft.PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM").save_pretrained("prompt")
     assert run.main(["recipe.yaml", "--check", "model={name_or_path: tiny, adapter: prompt}"]) == 2
-    assert "adapter prompt: PROMPT_TUNING: only adapters that act inside" in capsys.readouterr().err
+    assert "adapter prompt: PROMPT_TUNING is not supported. Use an adapter that acts only inside layers" in capsys.readouterr().err
 
 
 def test_fewer_rows_than_a_step_takes_are_the_step(folder):

@@ -139,7 +139,7 @@ REFUSED = {
     "no_layer_checkpointed": (plain("sft", gradient_checkpointing_kwargs={"every_n_layers": 0}), "every_n_layers=0"),
     "checkpointed_alora": (
         changed(plain("sft", activation_checkpointing=True), lora={"r": 2, "alora_invocation_tokens": [65]}),
-        "alora_invocation_tokens needs activation_checkpointing: false",
+        "alora_invocation_tokens cannot be combined with activation_checkpointing",
     ),
     "layout": (plain("sft", model="short", layout="packed", max_length=200), "layout='packed' does not work here"),
     "longer_rope": (plain("opd", model="short", max_length=200), "the model has other rotary frequencies"),
@@ -149,7 +149,7 @@ REFUSED = {
         "an average of torch.bfloat16 weights does not move",
     ),
     "no_answers": (plain("opd", "empty_answers", lmbda=0.5), "lmbda below 1 trains on completions of the data"),
-    "auto_of_one_label": (plain("kto", "good", loss_type="bco", desirable_weight="auto"), "auto needs both labels"),
+    "auto_of_one_label": (plain("kto", "good", loss_type="bco", desirable_weight="auto"), "`auto` requires rows of both labels"),
     "few_rows": (plain("sft", "one", dataloader_drop_last=True), "1 rows do not fill a batch of 2"),
     "short_stream": (streamed(plain("sft", gradient_accumulation_steps=3)), "4 rows, and a step takes 6"),
     "grouped_stream": (streamed(plain("sft", train_sampling_strategy="group_by_length")), "cannot be combined"),

@@ -21,7 +21,7 @@ from hf_posttrain import report, run
 from hf_posttrain.commands import evaluate, results
 from hf_posttrain.commands import metrics as loading
 from hf_posttrain.commands.inference import InferenceModel
-from hf_posttrain.data.images import read_by, stored
+from hf_posttrain.data.images import get_image_reader, to_stored_image
 from hf_posttrain.generation.final_answer import final_answer
 from hf_posttrain.models.config import ModelSection
 from hf_posttrain.monitoring import progress
@@ -293,7 +293,7 @@ def test_an_adapter_stands_for_its_base_with_it(folder, capsys):
 def test_pictures_are_seen(folder, capsys):
     model, tokenizer = seeing("qwen3_vl", scale=3.0)
     model.save_pretrained("sees")
-    read_by(tokenizer).processor.save_pretrained("sees")
+    get_image_reader(tokenizer).processor.save_pretrained("sees")
     Path("seen").mkdir()
     for seed in (1, 2):
         Image.effect_noise((40, 40), 60 * seed).convert("RGB").save(f"seen/{seed}.png")
@@ -302,10 +302,10 @@ def test_pictures_are_seen(folder, capsys):
     found = metrics(capsys, "sees", "--data", "seen.jsonl", "--images", "--image_folder", "seen", "--batch_size", "2")
     values, answer = [], tokenizer.encode("noise<|im_end|>")
     for n in (1, 2):
-        picture = stored(f"seen/{n}.png")
-        seen = f"<|vision_start|>{read_by(tokenizer).expansion(picture)}<|vision_end|>"
+        picture = to_stored_image(f"seen/{n}.png")
+        seen = f"<|vision_start|>{get_image_reader(tokenizer).expansion(picture)}<|vision_end|>"
         ids = tokenizer.encode(f"<|im_start|>user\n{seen}What?<|im_end|>\n<|im_start|>assistant\n")
-        shown = VisionInputs.of(model, read_by(tokenizer)).of_prompts([picture], torch.tensor([ids + answer]), model)
+        shown = VisionInputs.from_model(model, get_image_reader(tokenizer)).prompt_arguments([picture], torch.tensor([ids + answer]), model)
         values.append(logps(model, ids, answer, len(tokenizer), **shown))
     assert found["answer_nll"] == pytest.approx(-fmean(value for each in values for value in each), abs=1e-4)
     assert values[0] != pytest.approx(values[1])
@@ -423,8 +423,8 @@ def test_a_file_is_written_whole_or_not_at_all(folder, monkeypatch):
         ("tiny --data qa.jsonl --output broken", "evaluations.json cannot be read as JSON"),
         ("tiny --data qa.jsonl --output strange", "all_results.json holds something else"),
         ("nowhere --data qa.jsonl", "MODEL: model nowhere: no such folder"),
-        ("tiny --data qa.jsonl --images", "reads no pictures"),
-        ("unfinished --data qa.jsonl", "unfinished has no model yet: give one of its checkpoints, such as unf"),
+        ("tiny --data qa.jsonl --images", "does not support images"),
+        ("unfinished --data qa.jsonl", "unfinished has no model yet. Use one of its checkpoints, such as unf"),
         ("broken_model --data qa.jsonl", "broken_model: the model's logits are NaN"),
         ("lost --data qa.jsonl", "the base of lost: model ./gone: no such folder"),
         ("lost --adapter lost --data qa.jsonl", "lost is an adapter, and --adapter names another"),
@@ -568,7 +568,7 @@ def test_an_evaluation_that_is_killed_goes_on_and_says_what_is_done(folder, caps
         return real(self, prompts, *args, **kwargs)
 
     monkeypatch.setattr(InferenceModel, "generate", killed)
-    monkeypatch.setattr(progress, "QUIET", -1.0)
+    monkeypatch.setattr(progress, "LOG_INTERVAL", -1.0)
     with caplog.at_level("INFO"), pytest.raises(KeyboardInterrupt):
         evaluate.main([*arguments, "--max_completion_length", str(LONGEST)])
     assert "answering: 4 of 8 rows are done" in caplog.text

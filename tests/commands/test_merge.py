@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from vision_for_tests import seeing
 
 from hf_posttrain.commands import merge
-from hf_posttrain.data.images import read_by
+from hf_posttrain.data.images import get_image_reader
 from hf_posttrain.errors import InputError
 from hf_posttrain.trainer import saving
 
@@ -125,10 +125,10 @@ def test_a_model_that_sees_is_merged_with_its_tower(folder):
     """A run on pictures has saved its processor, which tells that its adapter is on the model with a tower."""
     model, tokenizer = seeing("qwen3_5")
     model.save_pretrained("base")
-    read_by(tokenizer).processor.save_pretrained("base")
+    get_image_reader(tokenizer).processor.save_pretrained("base")
     policy = write_adapter(type(model).from_pretrained("base"), target_modules=r".*language_model.*(q_proj|up_proj)")
     assert "not found in the base model" in refused("adapter", "merged")
-    read_by(tokenizer).processor.save_pretrained("adapter")
+    get_image_reader(tokenizer).processor.save_pretrained("adapter")
     assert merge.main(["adapter", "merged"]) == 0
     merged = type(model).from_pretrained("merged")
     same(merged, policy)
@@ -147,8 +147,8 @@ def test_a_model_that_sees_is_merged_with_its_tower(folder):
     (["adapter", "new", "--base", "other"], "adapter adapter: "),
     (["adapter", "new", "--base", "quantised"], "quantised is quantised (bitsandbytes), and its steps would round"),
     (["biased", "new"], "biased cannot be merged: Impossible to merge LoRA with `lora_bias=True`"),
-    (["nameless", "new"], "does not say which model the adapter is for"), (["cut", "new"], "adapter cut: "),
-    (["empty", "new"], "empty has no adapter"), (["prompt", "new"], "PROMPT_TUNING: only adapters that act inside"),
+    (["nameless", "new"], "does not name the base model of the adapter"), (["cut", "new"], "adapter cut: "),
+    (["empty", "new"], "empty has no adapter"), (["prompt", "new"], "PROMPT_TUNING is not supported. Use an adapter that acts only inside layers"),
     (["adapter", "new", "--dtype", "int8"], "--dtype"), (["adapter"], "OUT"),
 ])  # fmt: skip
 def test_what_cannot_be_merged_is_said_in_a_line_and_leaves_nothing(arguments, said, folder):

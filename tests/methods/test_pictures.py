@@ -452,7 +452,7 @@ def test_a_model_by_name_brings_its_processor(tmp_path):
     args = config_class(TABLE["sft"])(output_dir=str(tmp_path / "out"), use_cpu=True, report_to="none", max_steps=1)
     trainer = trainer_class(TABLE["sft"])(str(tmp_path / "model"), args, train_dataset=conversations("sft"))
     assert trainer.data_collator.vision_inputs
-    with pytest.raises(InputError, match="is a model that sees: set images: true"):
+    with pytest.raises(InputError, match="is a vision-language model. Set images: true"):
         load_model(ModelSection(str(tmp_path / "model")))
 
 
@@ -473,7 +473,7 @@ def test_a_model_that_sees_nothing_is_told(tmp_path):
     from models_for_tests import tiny_model
 
     _, given = options("qwen3_vl", "sft")
-    with pytest.raises(InputError, match="Qwen3ForCausalLM sees no pictures: load it with AutoModelForImageTextToText"):
+    with pytest.raises(InputError, match="Qwen3ForCausalLM does not support images. Load it with AutoModelForImageTextToText"):
         trainer_for("sft", tiny_model(), conversations("sft"), tmp_path, **given)
 
 
@@ -511,7 +511,7 @@ def test_check_says_what_pictures_cost(tmp_path, monkeypatch, capsys):
     assert run.main(["recipe.yaml"]) == 0
     for words, message in (
         (["model.images=false"], "model.images: true"),
-        (["model.name_or_path=text"], "reads no pictures: set images: false"),
+        (["model.name_or_path=text"], "does not support images. Set images: false"),
     ):
         if words == ["model.name_or_path=text"]:
             from models_for_tests import tiny_model

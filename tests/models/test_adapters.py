@@ -104,7 +104,7 @@ if not hasattr(peft, "KasaConfig"):
 
 @pytest.mark.parametrize("config", [make() for make in WITH_A_LOSS.values()], ids=WITH_A_LOSS)
 def test_adapters_with_a_loss_or_noise_of_their_own_are_refused(config, tmp_path):
-    with pytest.raises(InputError, match="only adapters that act inside the layers"):
+    with pytest.raises(InputError, match="Use an adapter that acts only inside layers"):
         trainer_for("sft", tiny_model("llama"), token_rows("sft"), tmp_path, peft_config=config)
 
 
@@ -122,7 +122,7 @@ def test_an_adapter_is_made_without_a_warning():
 def test_what_peft_would_not_load_again_is_refused():
     """Layers of Laguna that transformers gives other names in loading; without them it is trained."""
     config = peft.LoraConfig(target_modules="all-linear")
-    with pytest.raises(InputError, match=r"9 layers of laguna: set exclude_modules: \[shared_experts") as caught:
+    with pytest.raises(InputError, match=r"9 layers of laguna. Set exclude_modules: \[shared_experts") as caught:
         add_adapter(tiny("laguna"), config)
     config.exclude_modules = str(caught.value).partition("[")[2].partition("]")[0].split(", ")
     assert add_adapter(tiny("laguna"), config).targeted_module_names
@@ -168,8 +168,8 @@ def test_what_an_adapter_acts_on_and_leaves_is_told(tmp_path):
     fused = ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
     options = {"target_modules": "all-linear", "task_type": "CAUSAL_LM"}
     said = describe_adapter(add_adapter(tiny("gpt_oss"), peft.LoraConfig(**options)))
-    assert said.endswith(f"To train fused experts too, set target_parameters: [{', '.join(fused)}]")
-    assert "without it are mlp.experts.gate_up_proj (" in said
+    assert said.endswith(f"To train fused experts, set target_parameters: [{', '.join(fused)}]")
+    assert "but not on mlp.experts.gate_up_proj (" in said
     config = peft.LoraConfig(**options, target_parameters=fused)
     assert "target_parameters" not in describe_adapter(add_adapter(tiny("gpt_oss"), config))
     weights = dict(tiny_model().named_parameters())
@@ -184,7 +184,7 @@ def test_what_an_adapter_acts_on_and_leaves_is_told(tmp_path):
 def test_experts_have_no_weight_that_an_initialisation_reads(init, device):
     """As PEFT targets them by all-linear; --check, which has no weights, says the same as the run."""
     config = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules="all-linear", init_lora_weights=init)
-    with pytest.raises(InputError, match=f"init_lora_weights: {init} reads the weight of each layer, and Qwen3Moe"):
+    with pytest.raises(InputError, match=f"init_lora_weights: {init} reads the weight of each layer, but Qwen3Moe"):
         add_adapter(tiny_model("qwen3_moe").to(device), config)
     config.target_modules = {"q_proj"}
     add_adapter(tiny_model("qwen3_moe").to(device), config)
@@ -193,8 +193,8 @@ def test_experts_have_no_weight_that_an_initialisation_reads(init, device):
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize(
     ("init", "message"),
-    [("gausian", "gausian"), ("corda", "corda reads data before training"), ("eva", "eva reads data before training"),
-     ("lora_ga", "lora_ga reads data before training"), ("mica", "mica")],
+    [("gausian", "gausian"), ("corda", "corda requires data before training"), ("eva", "eva requires data before training"),
+     ("lora_ga", "lora_ga requires data before training"), ("mica", "mica")],
 )  # fmt: skip
 def test_an_initialisation_that_fails_in_the_run_fails_without_weights_too(init, message, device):
     """And the model is as it was, for another try."""

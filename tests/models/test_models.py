@@ -250,7 +250,7 @@ def test_special_roles_alone_do_not_matter():
 
 
 def test_tokenizer_larger_than_the_model_is_refused():
-    message = "the tokenizer of tiny uses id 258 ('<|im_end|>'), and the model has only 258 tokens"
+    message = "the tokenizer of tiny uses id 258 ('<|im_end|>'), but the model has only 258 tokens"
     assert message in refusal(models.check_tokenizer_fits, byte_tokenizer(), Qwen3Config(vocab_size=258), "tiny")
 
 
@@ -309,13 +309,13 @@ def test_a_4bit_base_has_the_gradients_of_its_dequantised_weights(tmp_path):
 def test_adapters_that_would_not_be_what_was_trained_are_refused(tmp_path):
     plain, lora = tiny_model(), {"target_modules": ["q_proj"], "r": 2}
     for config, message in [
-        ({"init_lora_weights": "pissa_niter_4"}, "pissa_niter_4 begins at a random part of the weights"),
+        ({"init_lora_weights": "pissa_niter_4"}, "pissa_niter_4 is not supported, since it starts from a random part of the weights"),
         ({"init_lora_weights": True, "rank_pattern": {"(": 2}}, "unterminated subpattern"),
     ]:
         with pytest.raises(InputError, match=message):
             trainer_for("sft", tiny_model(), token_rows("sft"), tmp_path, peft_config=peft.LoraConfig(**lora, **config))
     plain.peft_config = {"default": peft.LoraConfig(**lora)}  # as add_adapter does, for which 5.24 wants a PEFT to come
-    with pytest.raises(InputError, match="transformers has put an adapter into the model"):
+    with pytest.raises(InputError, match="the model contains an adapter that transformers has loaded"):
         trainer_for("sft", plain, token_rows("sft"), tmp_path)
     merged = peft.get_peft_model(tiny_model(), peft.LoraConfig(**lora))
     merged.merge_adapter()
@@ -326,13 +326,13 @@ def test_adapters_that_would_not_be_what_was_trained_are_refused(tmp_path):
 UNMATCHED = [
     ({"modules_to_save": ["lm_haed"]}, "modules_to_save: 'lm_haed' matches nothing in the model; did you mean"),
     ({"target_modules": ["q_proj", "k_prj"]}, "target_modules: 'k_prj' matches nothing in the model; did you mean"),
-    ({"modules_to_save": ["q_proj"]}, "target_modules: 'q_proj' is left out by other options"),
+    ({"modules_to_save": ["q_proj"]}, "target_modules: 'q_proj' is excluded by other options"),
     ({"exclude_modules": ["q_proj.1"]}, "exclude_modules: 'q_proj.1' matches nothing in the model"),
     ({"exclude_modules": ".*layer"}, "exclude_modules: '.*layer' matches nothing"),
     ({"target_parameters": ["experts.up"]}, "target_parameters: 'experts.up' matches nothing in the model"),
-    ({"layers_to_transform": [0, 2]}, "layers_to_transform: asks for layers [0, 2], and adapters are in [0]"),
+    ({"layers_to_transform": [0, 2]}, "layers_to_transform: requests layers [0, 2], but adapters are in [0]"),
     ({"layers_to_transform": 2}, "You specified 'layers_to_transform': 2"),
-    ({"layers_to_transform": [0], "target_parameters": ["experts.down_proj"]}, "[0], and adapters are in [0, 1]"),
+    ({"layers_to_transform": [0], "target_parameters": ["experts.down_proj"]}, "[0], but adapters are in [0, 1]"),
     ({"rank_pattern": {"v_proj": 4}}, "rank_pattern: 'v_proj' matches no layer with an adapter"),
     ({"alpha_pattern": {"q_proj": 4, "0.self_attn.q_proj": 2}}, "alpha_pattern: '0.self_attn.q_proj' matches no layer"),
     ({"trainable_token_indices": [5, 300]}, "trainable_token_indices: 300 is none of the 300 tokens of the model"),
@@ -411,7 +411,7 @@ def test_a_base_that_is_not_the_one_that_the_adapter_names_is_told(folder, tmp_p
 def test_checkpointing_that_an_architecture_lacks_is_off(tmp_path, caplog):
     """It is on by default; the Config may serve another trainer."""
     trainer = trainer_for("sft", tiny("openai-gpt"), token_rows("sft"), tmp_path, activation_checkpointing=True)
-    assert "activation_checkpointing is off: OpenAIGPTLMHeadModel does not support it" in caplog.text
+    assert "activation_checkpointing is off, since OpenAIGPTLMHeadModel does not support it" in caplog.text
     trainer.train()
     config = hf_posttrain.SFTConfig(str(tmp_path), use_cpu=True, report_to="none")
     hf_posttrain.SFTTrainer(tiny("openai-gpt"), config, None, token_rows("sft"), None, byte_tokenizer())
@@ -419,7 +419,7 @@ def test_checkpointing_that_an_architecture_lacks_is_off(tmp_path, caplog):
 
 
 def test_the_folder_of_an_adapter_is_no_model(adapter, tmp_path):
-    told = r"is an adapter: load its base model and pass PeftModel.from_pretrained\("
+    told = r"is an adapter. Load its base model and pass PeftModel.from_pretrained\("
     config = hf_posttrain.SFTConfig(str(tmp_path), use_cpu=True)
     with pytest.raises(InputError, match=told):
         hf_posttrain.SFTTrainer(adapter, config, train_dataset=token_rows("sft"))
@@ -479,7 +479,7 @@ def test_a_teacher_with_a_quantised_head_is_scored_through_it():
         expected = model(input_ids=torch.tensor([[5, 6, 7, 8, 9]])).logits[0, 2:]
     assert states.hidden.dtype == torch.float32  # not that of the weight
     torch.testing.assert_close(states.logits(slice(None)), expected)
-    with pytest.raises(InputError, match="no plain linear layer"):  # where it would have to be copied
+    with pytest.raises(InputError, match="not a plain linear layer"):  # where it would have to be copied
         TeacherStates.from_model(model, batch, copy_head=True)
 
 

@@ -140,7 +140,7 @@ def test_disable_dropout_reaches_rates_by_any_name(name, tmp_path, caplog):
     model = tiny(name, **dict.fromkeys(NOISY[name], 0.5))
     with caplog.at_level(logging.INFO):
         trainer = trainer_for("dpo", copy.deepcopy(model), token_rows("dpo"), tmp_path)
-    assert "disable_dropout: off are" in caplog.text
+    assert "disable_dropout: disabled" in caplog.text
     assert all(rate.removeprefix("router_") in caplog.text for rate in NOISY[name])
     policy, ids = trainer.model, torch.arange(20)[None]
     with torch.no_grad():
@@ -280,7 +280,7 @@ def test_each_round_of_training_one_adapter_begins_at_its_own_reference(tmp_path
 def test_adapters_that_need_more_than_a_forward_are_refused_new_and_continued(config, tmp_path):
     for given in ({"peft_config": config}, {}):
         model = tiny_model("llama") if given else peft.get_peft_model(tiny_model("llama"), config)
-        with pytest.raises(InputError, match="only adapters that act inside the layers"):
+        with pytest.raises(InputError, match="Use an adapter that acts only inside layers"):
             trainer_for("dpo", model, token_rows("dpo"), tmp_path, **given)
 
 
@@ -541,7 +541,7 @@ def test_a_reference_that_a_later_trainer_has_replaced_is_refused(tmp_path):
     first.evaluate()
     second = trainer_for("dpo", model, token_rows("dpo"), tmp_path, eval_rows=token_rows("dpo"))
     second.evaluate()
-    with pytest.raises(InputError, match=r"^a later trainer of this model has replaced the reference: build this"):
+    with pytest.raises(InputError, match=r"^a later trainer of this model has replaced the reference. Build this"):
         first.evaluate()
 
 
@@ -561,7 +561,7 @@ def test_a_second_model_that_shares_trained_weights_is_refused(method, name, tmp
 def test_a_base_that_is_unfrozen_later_would_move_its_reference(tmp_path):
     trainer = trainer_for("dpo", tiny_model(), token_rows("dpo"), tmp_path, peft_config=peft.LoraConfig(**LORA))
     weight = trainer.model.get_base_model().model.norm.weight.requires_grad_(True)
-    with pytest.raises(InputError, match=r"norm.weight was frozen when the trainer was built, and its reference would"):
+    with pytest.raises(InputError, match=r"norm.weight was frozen when the trainer was built, and the reference would"):
         trainer.train()
     weight.requires_grad_(False)
     trainer_for("dpo", trainer.model, token_rows("dpo"), tmp_path).train()
@@ -572,7 +572,7 @@ def test_another_adapter_than_the_trainers_is_refused(tmp_path):
     model.add_adapter("b", peft.LoraConfig(**LORA))
     trainer = trainer_for("dpo", model, token_rows("dpo"), tmp_path)
     model.set_adapter("b")
-    with pytest.raises(InputError, match=r"adapter 'b' is active, and the trainer was built for 'default'"):
+    with pytest.raises(InputError, match=r"adapter 'b' is active, but the trainer was built for 'default'"):
         trainer.train()
 
 

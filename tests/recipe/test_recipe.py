@@ -378,7 +378,7 @@ def test_reading_a_recipe_imports_no_torch(recipe, tmp_path):
      ("{max_steps: 1.5}", "train.max_steps must be a whole number, not 1.5"),
      ("{warmup_ratio: 0.1}", "train.warmup_ratio does not exist: use warmup_steps"),
      ("{eval_strategy: steps}", "train.eval_strategy: steps needs data.eval"),
-     ("{merge_lora: 'true'}", "train.merge_lora: true needs model.lora or model.adapter")],
+     ("{merge_lora: 'true'}", "train.merge_lora requires an adapter. Set model.lora or model.adapter")],
 )  # fmt: skip
 def test_a_wrong_key_or_type_or_contradiction_is_said_before_torch_is_imported(train, message, tmp_path):
     recipe = tmp_path / "dpo.yaml"
@@ -416,7 +416,7 @@ def test_lora_has_its_types_and_one_name_for_each_value(tmp_path):
     section = load_recipe(path).model
     assert section.lora == {"alpha": 32, "dropout": 0.05}
     section.lora |= {"lora_alpha": 2}
-    with pytest.raises(InputError, match=r"a\.yaml:4: model\.lora gives alpha or dropout under two names"):
+    with pytest.raises(InputError, match=r"a\.yaml:4: model\.lora sets alpha or dropout under two names"):
         adapters.lora_config(section, "a.yaml:4")
 
 

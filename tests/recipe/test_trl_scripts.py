@@ -212,7 +212,7 @@ def test_model_init_kwargs_of_a_script_are_those_of_the_config_too(folder, optio
     assert trainer.model.config.use_cache is False
     assert trainer.model.dtype == torch.float32
     args.model_init_kwargs = {"revision": "v2"}
-    with pytest.raises(InputError, match=r"model_init_kwargs: revision='v2' cannot be loaded by name: download it"):
+    with pytest.raises(InputError, match=r"model_init_kwargs: revision='v2' cannot be loaded by name. Download it"):
         SFTTrainer(folder, args, train_dataset=token_rows("sft"))
 
 

@@ -528,7 +528,7 @@ def test_arguments_of_other_trainers_get_an_answer(tmp_path):
         ({"tokenizer": byte_tokenizer()}, "SFTTrainer has no tokenizer: give the trainer processing_class"),
         ({"train_dataset": datasets.DatasetDict(train=rows, test=rows)}, "is a dict of train, test: give one of them"),
         ({"data_collator": rows}, r"\(the third argument, a Dataset, is data_collator\)"),
-        ({"processing_class": object()}, "no tokenizer or processor but of class object"),
+        ({"processing_class": object()}, "must be a tokenizer or a processor, not object"),
         ({"args": model}, "not a Qwen3ForCausalLM: after the model name all arguments"),
     ):
         given = {"args": config, "processing_class": byte_tokenizer(), "train_dataset": rows} | given
@@ -941,7 +941,7 @@ def test_a_generation_config_that_replaces_the_models_is_saved(own, temperature,
     saved = GenerationConfig.from_pretrained(tmp_path)
     assert (saved.temperature, saved.max_new_tokens) == (temperature, longest)
     assert saved.eos_token_id == trainer.terminal_ids[0]
-    assert ("it is left out" in caplog.text) is (own is not None and longest is None)
+    assert ("replaced by the default one" in caplog.text) is (own is not None and longest is None)
 
 
 def test_batch_rebalance_is_refused(tmp_path):
@@ -1004,7 +1004,7 @@ def test_tokens_that_the_model_lacks_are_told_at_construction(where, tmp_path):
     given = {"eval": (rows, odd), "replaced": (rows,)}
     if where != "replaced":
         build(rows)
-    with pytest.raises(InputError, match=r"uses id 301 \('<extra 42>'\), and the model has only 300 tokens"):
+    with pytest.raises(InputError, match=r"uses id 301 \('<extra 42>'\), but the model has only 300 tokens"):
         build(*given.get(where, (odd,)))
 
 
@@ -1239,11 +1239,11 @@ def test_model_init_kwargs_are_those_of_the_model_that_is_loaded(later, tmp_path
         ({"rope_scalin": {}}, "neither from_pretrained nor the config of"),
         ({"max_position_embedings": 8}, "did you mean 'max_position_embeddings'?"),
         ({"dtpe": "bfloat16"}, "did you mean 'dtype'?"),
-        ({"revision": "v2"}, "revision='v2' cannot be loaded by name: download it"),
-        ({"use_safetensors": False}, "trust_remote_code=True reads weights that are not safetensors"),
-        ({"load_in_4bit": True}, "pass quantization_config=BitsAndBytesConfig(load_in_4bit=True)"),
-        ({"from_tf": True}, "transformers does not read it any more"),
-        ({"output_loading_info": True}, "a trainer takes the model alone"),
+        ({"revision": "v2"}, "revision='v2' cannot be loaded by name. Download it"),
+        ({"use_safetensors": False}, "use_safetensors=False requires trust_remote_code=True"),
+        ({"load_in_4bit": True}, "Pass quantization_config=BitsAndBytesConfig(load_in_4bit=True)"),
+        ({"from_tf": True}, "transformers no longer reads it"),
+        ({"output_loading_info": True}, "A trainer takes the model alone"),
     ],
 )
 def test_model_init_kwargs_that_nothing_reads_are_refused(wrong, message, tmp_path):
