@@ -126,7 +126,7 @@ def probe(
         chosen = longest_rows(rows, step)
         given = {"args": config, "processing_class": tokenizer, "peft_config": peft_config, "train_dataset": chosen}
         trainer = trainer_class(**given, **build.load_models(recipe, config))
-        trainer.longest = True  # of rounds: the longest answers, whatever is sampled
+        trainer.use_longest_answers = True  # of rounds, whatever is sampled
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
         metrics = trainer.train().metrics

@@ -1,1 +1,1 @@
-"""Rounds of training on a model's own judged answers: sample, judge, pair, train, and again."""
+"""Iterative training on judged answers of the model: sample, judge, pair, train, and repeat."""

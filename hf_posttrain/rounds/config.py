@@ -1,4 +1,4 @@
-"""The `rounds` section of a recipe: importable without torch."""
+"""The `rounds` section of a recipe. Importable without torch."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -11,7 +11,7 @@ from ..errors import InputError, name_hint, short_repr
 from ..options import option
 from ..rollouts.options import SAMPLERS, sampler_problems, uses_vllm
 from ..trainer.limits import COUNT, NOT_NEGATIVE, Problem
-from ..trainer.renamed_options import warn_about_old_names, rename_options
+from ..trainer.renamed_options import rename_options, warn_about_old_names
 from ..trainer.rules import limit_problems
 from .judges.config import JudgeSection, expand_judge, judge_problems
 
@@ -26,46 +26,56 @@ LIMITS = {
 
 @dataclass
 class PairSection:
-    """Which of a prompt's judged answers are trained on, and as what."""
+    """Selection of the judged answers of a prompt that are trained on."""
 
     take: Literal["best", "all"] | None = option(
         None,
-        "best: the best answer, next to the worst where rows are pairs or labelled; all: every answer, or every pair, "
-        "that is good enough. None: all where rows are labelled, else best.",
+        "best takes the best answer, and also the worst if rows are pairs or labelled. all takes every answer or pair "
+        "that is good enough. By default all for labelled rows, otherwise best.",
     )
     margin: float = option(
         0.0,
-        "By how much the better of a pair must be better; of labelled rows, how far from the threshold a score must "
-        "be.",
+        "Smallest difference between the scores of a pair. For labelled rows, smallest distance of a score from the "
+        "threshold.",
     )
     threshold: float | None = option(
         None,
-        "Answers from this score on are good: those that are labelled so, or may be trained alone. None: 0.5 of "
-        "exact_match; otherwise the mean of a prompt's own answers for labels, and none for answers that are trained "
-        "alone.",
+        "Lowest score of a good answer, which is labelled as desirable or may be trained alone. By default 0.5 for "
+        "exact_match. For other judges labels use the mean score of the prompt's answers, and answers that are trained "
+        "alone have no threshold.",
     )
-    unfinished: bool = option(False, "May an answer that was cut at max_completion_length be a good one?")
+    unfinished: bool = option(
+        False, "Whether an answer that was truncated at max_completion_length may be a good answer."
+    )
 
 
 @dataclass
 class RoundsSection:
-    """Each round: sample answers from the policy of now, judge them, make rows of them, train on these."""
+    """Rounds of sampling answers from the current policy, judging them, and training on rows made of them."""
 
     count: int | None = option(
-        None, "How many rounds, each over all prompts; num_train_epochs is how often a round's rows are seen."
+        None,
+        "Number of rounds, each over all prompts. num_train_epochs is the number of passes over the rows of a round. "
+        "By default 3, unless steps is set.",
     )
     steps: int | None = option(
-        None, "In place of count: optimizer steps of a round, whose prompts are those of as many steps. 1 is online."
+        None,
+        "Number of optimizer steps of a round, in place of count. A round has the prompts of as many steps. 1 is "
+        "online training.",
     )
-    num_generations: int = option(8, "Answers to each prompt.")
-    temperature: float = option(1.0, "Of sampling.")
-    max_completion_length: int = option(256, "Longest answer in tokens; the prompt has max_length minus this.")
+    num_generations: int = option(8, "Number of answers to each prompt.")
+    temperature: float = option(1.0, "Sampling temperature.")
+    max_completion_length: int = option(
+        256, "Largest number of tokens of an answer. A prompt may have max_length minus this."
+    )
     judge: JudgeSection = option(
-        help="Who scores the answers: exact_match, or {by: ..., name: ...}.", default_factory=JudgeSection
+        help="Judge that scores the answers: exact_match, or {by: ..., name: ...}.", default_factory=JudgeSection
     )
-    pair: PairSection = option(help="Which answers are trained on.", default_factory=PairSection)
+    pair: PairSection = option(help="Selection of the answers that are trained on.", default_factory=PairSection)
     reference: Literal["first", "round"] = option(
-        "first", "The reference of methods with one: the model as the run began, or as each round begins."
+        "first",
+        "Reference of methods with one: the model at the start of the run (first), or at the start of each round "
+        "(round).",
     )
     sampler: Any = option(
         "policy",
@@ -80,69 +90,70 @@ class RoundsSection:
             self.count = 3
 
     def fingerprint(self) -> dict[str, Any]:
-        """What the trained weights depend on."""
-        found = {name: value for name, value in dataclasses.asdict(self).items() if name != "sampler"}
-        found["sampler"] = self.sampler.fingerprint()["kind"]
-        found["judge"] = self.judge.fingerprint()
-        return found
+        """Return the options that the trained weights depend on."""
+        options = {name: value for name, value in dataclasses.asdict(self).items() if name != "sampler"}
+        options["sampler"] = self.sampler.fingerprint()["kind"]
+        options["judge"] = self.judge.fingerprint()
+        return options
 
 
-def expand_rounds(given: Any) -> Any:
-    """`rounds: 3` and `judge: exact_match` as the mappings that they stand for; anything else as it is."""
-    if isinstance(given, int) and not isinstance(given, bool):
-        return {"count": given}
-    if isinstance(given, Mapping) and "judge" in given:
-        return {**given, "judge": expand_judge(given["judge"])}
-    return given
+def expand_rounds(value: Any) -> Any:
+    """Return the mappings for the short forms `rounds: 3` and `judge: exact_match`, and other values unchanged."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return {"count": value}
+    if isinstance(value, Mapping) and "judge" in value:
+        return {**value, "judge": expand_judge(value["judge"])}
+    return value
 
 
-def make_section(given: Any) -> RoundsSection:
-    """A section from what Python gives: a number of rounds, a mapping, or a section."""
-    if isinstance(given, RoundsSection):
-        return given
-    options = _check_keys(_with_new_names(expand_rounds(given)), RoundsSection, "rounds")
+def make_section(value: object) -> RoundsSection:
+    """Return the section for a number of rounds, a mapping, or a section."""
+    if isinstance(value, RoundsSection):
+        return value
+    options = _check_keys(_with_new_names(expand_rounds(value)), RoundsSection, "rounds")
     for name, kind in (("judge", JudgeSection), ("pair", PairSection)):
         if not isinstance(options.get(name), kind):
             options[name] = kind(**_check_keys(options.get(name, {}), kind, f"rounds.{name}"))
     return RoundsSection(**options)
 
 
-def _with_new_names(given: Any) -> Any:
-    """Return the options with their new names, and warn of old ones."""
-    if not isinstance(given, Mapping):
-        return given
+def _with_new_names(value: Any) -> Any:
+    """Return the options with their new names, and warn about old ones."""
+    if not isinstance(value, Mapping):
+        return value
     names = [field.name for field in dataclasses.fields(RoundsSection)]
-    options, renamed = rename_options(given, {"sampler": SAMPLERS}, names)
+    options, renamed = rename_options(value, {"sampler": SAMPLERS}, names)
     warn_about_old_names(renamed)
     return options
 
 
-def _check_keys(given: Any, section: Any, where: str) -> dict[str, Any]:
-    """The options of a section. Raises InputError for what has none, and for one that does not exist."""
-    if not isinstance(given, Mapping):
-        raise InputError(f"{where}: {short_repr(given)} is neither a mapping of its keys nor a short form of one")
+def _check_keys(value: object, section: type, where: str) -> dict[str, Any]:
+    """Return the options of a section. Raises InputError for a value that is no mapping, and for an unknown key."""
+    if not isinstance(value, Mapping):
+        raise InputError(f"{where}: {short_repr(value)} must be a mapping of its keys, or a short form of one")
     fields = [field.name for field in dataclasses.fields(section)]
-    if unknown := next((name for name in given if name not in fields), None):
-        raise InputError(f"{where}: there is no {unknown!r}{name_hint(unknown, fields)}")
-    return dict(given)
+    if unknown := next((name for name in value if name not in fields), None):
+        raise InputError(f"unknown key {where}.{unknown}{name_hint(unknown, fields)}")
+    return dict(value)
 
 
 def rounds_problems(rounds: RoundsSection, kind: RowKind) -> Iterator[Problem]:
-    """What is wrong with a section of a method that trains on rows of `kind`: names of its keys, and a sentence."""
-    wrong = [*SAMPLERS.problems("sampler", rounds.sampler)]
-    yield from wrong or sampler_problems(rounds)
+    """Yield the problems of a section for a method that trains on rows of `kind`."""
+    problems = [*SAMPLERS.problems("sampler", rounds.sampler)]
+    yield from problems or sampler_problems(rounds)
     yield from limit_problems(LIMITS, rounds)
     if rounds.count is not None and rounds.steps is not None:
-        yield ("steps", "count"), "steps excludes count: a round is over all prompts, or of so many steps: drop either"
+        yield ("steps", "count"), "steps cannot be combined with count. Remove one of the two"
     if rounds.num_generations < 2 and (kind.paired or rounds.judge.by == "url"):
-        yield ("num_generations",), "num_generations: answers are compared with each other: set 2 or more"
+        problem = "num_generations must be at least 2, because answers are compared with each other"
+        yield ("num_generations",), problem
     if rounds.temperature == 0 and rounds.num_generations > 1:
-        yield ("temperature",), "temperature: 0 gives the same answer each time: set it above 0"
-    for names, said in pair_problems(rounds.pair, kind):
-        yield tuple(f"pair.{name}" for name in names), f"pair.{said}"
+        yield ("temperature",), "temperature must be above 0, because 0 gives the same answer each time"
+    for names, problem in pair_problems(rounds.pair, kind):
+        yield tuple(f"pair.{name}" for name in names), f"pair.{problem}"
     yield from _range_problems(rounds, kind)
-    for names, said in judge_problems(rounds.judge):
-        yield tuple(f"judge.{name}" for name in names), f"judge.{said}"
+    for names, problem in judge_problems(rounds.judge):
+        yield tuple(f"judge.{name}" for name in names), f"judge.{problem}"
 
 
 def rounds_features(rounds: RoundsSection) -> dict[Feature, str]:
@@ -158,35 +169,39 @@ def rounds_features(rounds: RoundsSection) -> dict[Feature, str]:
 
 
 def _range_problems(rounds: RoundsSection, kind: RowKind) -> Iterator[Problem]:
-    """Thresholds and margins that no score reaches, of judges whose scores are from 0 to 1."""
+    """Yield thresholds and margins that no score reaches, for judges with scores from 0 to 1."""
     by = rounds.judge.by
     pair = rounds.pair
     if by not in ("exact_match", "url"):
         return
+    reason = f"because scores of {by} are from 0 to 1"
     if pair.threshold is not None and not 0 < pair.threshold <= 1:
-        problem = f"pair.threshold={pair.threshold:g}: scores of {by} are from 0 to 1: set it above 0 and up to 1"
-        yield ("pair.threshold",), problem
-    good = resolve_threshold(pair, by)
-    most = max(good, 1 - good) if kind.labelled and good is not None else 1
-    if pair.margin > most:
-        problem = f"pair.margin={pair.margin:g}: scores of {by} are from 0 to 1: set it to {most:g} at most"
-        yield ("pair.margin",), problem
+        yield ("pair.threshold",), f"pair.threshold={pair.threshold:g} must be above 0 and at most 1, {reason}"
+    threshold = resolve_threshold(pair, by)
+    largest = max(threshold, 1 - threshold) if kind.labelled and threshold is not None else 1
+    if pair.margin > largest:
+        yield ("pair.margin",), f"pair.margin={pair.margin:g} must be at most {largest:g}, {reason}"
 
 
 def resolve_threshold(pair: PairSection, judge: str) -> float | None:
-    """The score from which an answer is good. judge: the `by` of a JudgeSection."""
+    """Return the lowest score of a good answer, with the default for a judge resolved.
+
+    judge: the `by` of a JudgeSection.
+    """
     return 0.5 if pair.threshold is None and judge == "exact_match" else pair.threshold
 
 
 def number_of_rounds(rounds: RoundsSection, steps: int) -> int:
-    """How many rounds over all prompts a run has in so many optimizer steps, of which each takes one at least."""
+    """Return how many rounds over all prompts a run of `steps` optimizer steps has. Each takes at least one step."""
     return min(rounds.count or 1, steps)
 
 
 def pair_problems(pair: PairSection, kind: RowKind) -> Iterator[Problem]:
-    """The same of a `pair` section."""
+    """Yield the problems of a `pair` section for a method that trains on rows of `kind`."""
     yield from limit_problems({"margin": NOT_NEGATIVE}, pair)
     if pair.margin and not (kind.paired or kind.labelled):
-        yield ("margin",), "margin is of pairs and labels: set threshold for answers that are trained alone"
+        problem = "margin is only valid with pairs and labels. Set threshold for answers that are trained alone"
+        yield ("margin",), problem
     if pair.threshold is not None and kind.paired:
-        yield ("threshold",), "threshold is of labels and of answers that are trained alone: set margin for pairs"
+        problem = "threshold is only valid with labels, and with answers that are trained alone. Set margin for pairs"
+        yield ("threshold",), problem

@@ -1,11 +1,11 @@
-"""What is told of a round: in the log, and of rounds over all prompts in files of output_dir."""
+"""Logs of a round, and files of the rounds over all prompts in output_dir."""
 
 import json
 import logging
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import datasets
 import numpy as np
@@ -16,104 +16,126 @@ from .judges.question import answer_row
 from .pairing import SelectedRows
 from .sample_and_judge import FOLDER, ScoredCompletions
 
+if TYPE_CHECKING:
+    from .iterative_trainer import InRounds
+
 logger = logging.getLogger(__name__)
 SUMMARY_FILE = "rounds.json"
 
 
 def log_round(
-    trainer: Any, prompts: datasets.Dataset, judged: list[ScoredCompletions], paired: SelectedRows, seconds: float
+    trainer: "InRounds",
+    prompts: datasets.Dataset,
+    judged: list[ScoredCompletions],
+    selected: SelectedRows,
+    seconds: float,
 ) -> None:
-    """Log the round that the trainer has just made; of those over all prompts write N.jsonl, with every answer, and
-    rounds.json. All ranks call it.
+    """Log the round that the trainer has just sampled. All ranks call it.
+
+    Rounds over all prompts also write N.jsonl, with all answers, and rounds.json.
+
+    Args:
+        trainer: The trainer.
+        prompts: Prepared rows of the prompts of the round.
+        judged: Answers and scores of each prompt.
+        selected: Rows that were made of the answers.
+        seconds: Time that the round took before training.
     """
-    found = summarise(judged, trainer.terminal_ids)
+    summary = summarise(judged, trainer.terminal_ids)
     number = trainer.round.number + 1
-    found |= {"rows": float(paired.count), "left_out": float(paired.left_out.total())}
+    summary |= {"rows": float(selected.count), "left_out": float(selected.left_out.total())}
     if trainer.section.steps:
-        for name, value in found.items():
+        for name, value in summary.items():
             trainer.meters["train"].add(f"rounds/{name}", torch.tensor(value, device=trainer.args.device))
         return
-    if paired.left_out:
-        reasons = "; ".join(f"{count}: {reason}" for reason, count in paired.left_out.most_common())
-        said = "round %d: of %d prompts %d gave no row (%s)"
-        logger.info(said, number, len(prompts), paired.left_out.total(), reasons)
-    labels = {row.label for rows in paired.rows for row in rows} - {None}
+
+    if selected.left_out:
+        reasons = "; ".join(f"{count}: {reason}" for reason, count in selected.left_out.most_common())
+        message = "round %d: %d of %d prompts give no row (%s)"
+        logger.info(message, number, selected.left_out.total(), len(prompts), reasons)
+    labels = {row.label for rows in selected.rows for row in rows} - {None}
     if len(labels) == 1:
-        said = "round %d: all its %d labelled answers are %s: one label alone does not say what to prefer"
-        logger.warning(said, number, paired.count, "good" if True in labels else "bad")
-    trainer.log({"rounds/round": number} | {f"rounds/{name}": value for name, value in found.items()})
+        message = "round %d: all %d labelled answers are %s. One label alone does not define a preference"
+        logger.warning(message, number, selected.count, "good" if True in labels else "bad")
+    trainer.log({"rounds/round": number} | {f"rounds/{name}": value for name, value in summary.items()})
     if not trainer.args.should_save:
         return
+
     folder = Path(trainer.args.output_dir, FOLDER)
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / f"{number}.jsonl").open("w", encoding="utf-8") as file:
-        for row in _answer_rows(trainer, prompts, judged, paired):
+        for row in _answer_rows(trainer, prompts, judged, selected):
             print(json.dumps(row, ensure_ascii=False), file=file)
-    found |= {name: int(found[name]) for name in ("rows", "left_out")}
-    means = [np.mean(own) for own in known_scores(judged) if own]
+
+    summary |= {name: int(summary[name]) for name in ("rows", "left_out")}
+    means = [np.mean(scores) for scores in known_scores(judged) if scores]
     error = {"score_error": round(float(np.std(means, ddof=1) / len(means) ** 0.5), 6)} if len(means) > 1 else {}
     entry = {
         "round": number,
         "step": trainer.state.global_step,
-        **found,
+        **summary,
         **error,
         "seconds": round(seconds, 1),
-        "unjudged": sum(score is None for one in judged for score in one.scores),
-        "reasons": dict(paired.left_out),
+        "unjudged": sum(score is None for completions in judged for score in completions.scores),
+        "reasons": dict(selected.left_out),
     }
-    earlier = [one for one in trainer.round.told if one["round"] < number]
-    trainer.round.told = [*earlier, entry]
-    write_json(folder / SUMMARY_FILE, trainer.round.told)
-    if trainer.section.judge.by != "url":  # its scores are shares of wins, whose mean is 0.5 in each round
-        _warn_if_scores_fell(entry, [one for one in earlier if "score_error" in one])
+    earlier = [past for past in trainer.round.summaries if past["round"] < number]
+    trainer.round.summaries = [*earlier, entry]
+    write_json(folder / SUMMARY_FILE, trainer.round.summaries)
+    if trainer.section.judge.by != "url":  # its scores are shares of wins, with a mean of 0.5 in each round
+        _warn_if_scores_fell(entry, [past for past in earlier if "score_error" in past])
 
 
 def _warn_if_scores_fell(entry: dict[str, Any], earlier: list[dict[str, Any]]) -> None:
-    """Warn where answers score clearly worse than those of an earlier round: by four standard errors of the
-    difference.
-    """
-    best = max(earlier, key=lambda one: one["score"], default=None)
+    """Warn if the mean score is below that of an earlier round by more than four standard errors of the difference."""
+    best = max(earlier, key=lambda past: past["score"], default=None)
     if not best or "score_error" not in entry:
         return
-    fall = best["score"] - entry["score"]
+    difference = best["score"] - entry["score"]
     error = math.hypot(best["score_error"], entry["score_error"])
-    if fall > 4 * error > 0:
-        said = "round %d: its answers score %.3g on average, and those of round %d %.3g: training made them worse"
-        advice = ": lower learning_rate; docs/guides/rounds.md, What to watch, has more"
-        logger.warning(said + advice, entry["round"], entry["score"], best["round"], best["score"])
+    if difference > 4 * error > 0:
+        message = (
+            "round %d: its answers score %.3g on average, and in round %d they scored %.3g. Training made them worse"
+        )
+        advice = ". Lower learning_rate, and see docs/guides/rounds.md, What to watch"
+        logger.warning(message + advice, entry["round"], entry["score"], best["round"], best["score"])
 
 
 def _answer_rows(
-    trainer: Any, prompts: datasets.Dataset, judged: list[ScoredCompletions], paired: SelectedRows
+    trainer: "InRounds", prompts: datasets.Dataset, judged: list[ScoredCompletions], selected: SelectedRows
 ) -> Iterator[dict[str, Any]]:
-    """A row for each answer, as `hf-posttrain judge` writes them, with `used`: 1 as the better one or alone, -1 as the
-    worse one.
+    """Yield a row for each answer, as `hf-posttrain judge` writes it, with the additional column `used`.
+
+    `used` is 1 for an answer that is trained as the better one or alone, -1 for the worse one, and otherwise 0.
     """
-    for prompt, one, rows in zip(prompts, judged, paired.rows, strict=True):
+    for prompt, completions, rows in zip(prompts, judged, selected.rows, strict=True):
         better = {row.answers[0] for row in rows if row.label is not False}
         worse = {row.answers[-1] for row in rows if len(row.answers) > 1 or row.label is False}
-        for number, (ids, score) in enumerate(zip(one.answers, one.scores, strict=True)):
+        for number, (ids, score) in enumerate(zip(completions.answers, completions.scores, strict=True)):
             used = 1 if number in better else -1 if number in worse else 0
-            told = {"score": score, "judge": str(trainer.section.judge), "used": used}
-            as_ids = {"prompt_ids": prompt["prompt_ids"], "completion_ids": ids}
-            yield answer_row(prompt, ids, trainer.tokenizer, trainer.terminal_ids) | as_ids | told
+            judgement = {"score": score, "judge": str(trainer.section.judge), "used": used}
+            ids_columns = {"prompt_ids": prompt["prompt_ids"], "completion_ids": ids}
+            yield answer_row(prompt, ids, trainer.tokenizer, trainer.terminal_ids) | ids_columns | judgement
 
 
 def known_scores(judged: list[ScoredCompletions]) -> list[list[float]]:
-    """Of each prompt the scores that its judge gave."""
-    return [[score for score in one.scores if score is not None] for one in judged]
+    """Return the scores of each prompt's answers, without answers that the judge did not score."""
+    return [[score for score in completions.scores if score is not None] for completions in judged]
 
 
-def summarise(judged: list[ScoredCompletions], ends: list[int]) -> dict[str, float]:
-    """Means over prompts' answers: of their scores, of the best score of each prompt, of the share that ended by
-    themselves, and of their lengths in tokens.
+def summarise(judged: list[ScoredCompletions], terminal_ids: list[int]) -> dict[str, float]:
+    """Return means over the answers to all prompts.
+
+    Returns:
+        `score`, `best_score` of each prompt, `stopped` (share of answers with a terminal id), and `length` in tokens.
+        A mean over nothing is left out.
     """
-    answers = [ids for one in judged for ids in one.answers]
+    answers = [ids for completions in judged for ids in completions.answers]
     scores = known_scores(judged)
-    found: dict[str, Any] = {
-        "score": [score for own in scores for score in own],
-        "best_score": [max(own) for own in scores if own],
-        "stopped": [ids[-1] in ends for ids in answers],
+    values: dict[str, Any] = {
+        "score": [score for scores_of_prompt in scores for score in scores_of_prompt],
+        "best_score": [max(scores_of_prompt) for scores_of_prompt in scores if scores_of_prompt],
+        "stopped": [ids[-1] in terminal_ids for ids in answers],
         "length": [*map(len, answers)],
     }
-    return {name: float(np.mean(values)) for name, values in found.items() if values}
+    return {name: float(np.mean(numbers)) for name, numbers in values.items() if numbers}

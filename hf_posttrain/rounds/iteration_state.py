@@ -1,11 +1,11 @@
-"""The round that is under way: its rows, as checkpoints keep them, and what happens at its end."""
+"""State of the current round: its rows, stored in checkpoints, and actions at its end."""
 
 import io
 import json
 import logging
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import datasets
 import numpy as np
@@ -18,87 +18,91 @@ from .config import number_of_rounds
 from .iteration_log import SUMMARY_FILE
 from .sample_and_judge import FOLDER
 
+if TYPE_CHECKING:
+    from .iterative_trainer import InRounds
+
 logger = logging.getLogger(__name__)
 
 
 class Round(TrainerCallback):
-    """The round that is under way, as checkpoints keep it; each ends with one, where any are saved."""
+    """The current round, stored in checkpoints. Each round ends with a checkpoint, if the run saves any."""
 
     required = False
 
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: "InRounds") -> None:
         self.trainer = trainer
         self.number = -1
-        self.rows: Any = None  # prepared, maybe none
-        self.order: list[np.ndarray] = []  # of each of its steps, numbers of rows; none: they are yet to be dealt out
+        self.rows: Any = None  # prepared rows, possibly none
+        self.order: list[np.ndarray] = []  # numbers of the rows of each step; empty until rows are assigned to steps
         self.tokens = np.zeros(0)  # of each row
-        self.drawn: Path | None = None  # where the pieces of a round are that is being drawn
-        self.told: list[dict[str, Any]] = []  # what rounds.json has of each round
+        self.folder_in_progress: Path | None = None  # chunk files of a round that is being sampled
+        self.summaries: list[dict[str, Any]] = []  # entries of rounds.json
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the rows of the round, as a Parquet file, its number, and what rounds.json has of all rounds."""
+        """Return the rows of the round, as a Parquet file, its number, and the entries of rounds.json."""
         if self.rows is None:
             return {}
         file = io.BytesIO()
         parquet.write_table(self.rows.with_format("arrow")[:], file)
         rows = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
-        return {"rows": rows, "round": self.number, "told": json.dumps(self.told)}
+        return {"rows": rows, "round": self.number, "told": json.dumps(self.summaries)}
 
-    def remove_pieces(self) -> None:
-        """On each machine, but for those of a round that a lost server has kept from being drawn."""
+    def remove_chunk_files(self) -> None:
+        """Remove chunk files on each machine, unless a lost server has interrupted their round."""
         if self.trainer.args.local_process_index == 0:
-            for left in Path(self.trainer.args.output_dir, FOLDER).glob("pieces-*"):
-                if left != self.drawn:
-                    shutil.rmtree(left, ignore_errors=True)
+            for folder in Path(self.trainer.args.output_dir, FOLDER).glob("pieces-*"):
+                if folder != self.folder_in_progress:
+                    shutil.rmtree(folder, ignore_errors=True)
 
     def reset(self) -> None:
         """Start before the first round."""
         self.number = -1
         self.rows = None
-        self.drawn = None
-        self.told = []
+        self.folder_in_progress = None
+        self.summaries = []
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue with the round of a checkpoint."""
         if state:
             table = parquet.read_table(io.BytesIO(state["rows"].numpy().tobytes()))
             self.trainer.set_rows(state["round"], datasets.Dataset(datasets.table.InMemoryTable(table)))
-            self.told = json.loads(state["told"])
+            self.summaries = json.loads(state["told"])
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Write what a checkpoint tells of its rounds: the folder may be another, or have been that of a new run."""
-        count = None if self.trainer.longest else self.trainer.section.count  # a probe has one step
-        if count and (taken := number_of_rounds(self.trainer.section, state.max_steps)) < count:
-            logger.warning("rounds.count: %d rounds, and not %d: the run has no more steps", taken, count)
+        """Write the entries of the checkpoint: the folder may be another, or have files of another run."""
+        count = None if self.trainer.use_longest_answers else self.trainer.section.count  # a probe has one step
+        if count and (possible := number_of_rounds(self.trainer.section, state.max_steps)) < count:
+            message = "rounds.count: the run has %d rounds instead of %d, because it has no more steps"
+            logger.warning(message, possible, count)
         if args.should_save and not state.global_step:
-            for file in Path(self.trainer.args.output_dir, FOLDER).glob("*.json*"):  # of an earlier run, but no pieces
+            for file in Path(self.trainer.args.output_dir, FOLDER).glob("*.json*"):  # of an earlier run, no chunk files
                 file.unlink()
         if args.should_save:
-            summary = Path(self.trainer.args.output_dir, FOLDER, SUMMARY_FILE)
-            if self.told:
-                write_json(summary, self.told)
+            summary_file = Path(self.trainer.args.output_dir, FOLDER, SUMMARY_FILE)
+            if self.summaries:
+                write_json(summary_file, self.summaries)
             else:
-                summary.unlink(missing_ok=True)
+                summary_file.unlink(missing_ok=True)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Save after the last step of a round over all prompts."""
         trainer = self.trainer
-        saved = getattr(args.save_strategy, "value", args.save_strategy)
-        ends = trainer.round_of(state.global_step) != trainer.round_of(state.global_step - 1)
-        by_epoch = saved == "epoch" and state.global_step % len(trainer.windows) == 0  # which saves as well
-        if trainer.section.count and ends and not by_epoch and saved not in ("no", "best"):
+        strategy = getattr(args.save_strategy, "value", args.save_strategy)
+        is_last = trainer.round_of(state.global_step) != trainer.round_of(state.global_step - 1)
+        by_epoch = strategy == "epoch" and state.global_step % len(trainer.windows) == 0  # which saves as well
+        if trainer.section.count and is_last and not by_epoch and strategy not in ("no", "best"):
             control.should_save = True
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Remove the pieces on disk, whose answers the checkpoint has."""
-        self.remove_pieces()
+        """Remove chunk files, because the checkpoint has their answers."""
+        self.remove_chunk_files()
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """A step of a round without rows changes nothing: without gradients torch's optimizers pass weights over."""
+        """Make the step of a round without rows change nothing: optimizers of torch skip weights without gradient."""
         if not len(self.rows):
             for weight in self.trainer.model.parameters():
                 weight.grad = None
@@ -106,6 +110,6 @@ class Round(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Nothing is left to be found again."""
+        """Remove chunk files, unless the run was preempted and will resume."""
         if not self.trainer.preemption.preempted:
-            self.remove_pieces()
+            self.remove_chunk_files()

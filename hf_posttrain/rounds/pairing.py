@@ -1,4 +1,4 @@
-"""Judged answers of a prompt -> which of them are trained on, as pairs, labelled answers or answers alone."""
+"""Selection of a prompt's judged answers to train on, as pairs, as labelled answers or as single answers."""
 
 from collections import Counter
 from collections.abc import Hashable, Sequence
@@ -27,14 +27,14 @@ class Row(NamedTuple):
 
 @dataclass
 class SelectedRows:
-    """The rows of many prompts, and how many prompts gave none, by reason."""
+    """The rows of many prompts, and the number of prompts without a row, by reason."""
 
     rows: list[list[Row]] = field(default_factory=list)  # of each prompt
     left_out: Counter[str] = field(default_factory=Counter)
 
     @property
     def count(self) -> int:
-        """How many rows there are."""
+        """Number of rows."""
         return sum(map(len, self.rows))
 
 
@@ -46,17 +46,25 @@ def pair_up(
     pair: PairSection,
     threshold: float | None,
 ) -> SelectedRows:
-    """Rows of `kind` from the answers of each prompt: texts or ids, their scores, and whether they ended by themselves.
+    """Return the rows to train on from the answers of each prompt.
 
-    Of equal answers the first is taken. threshold: `resolve_threshold`.
+    The first of several equal answers is used.
+
+    Args:
+        kind: Kind of rows that the method trains on.
+        answers: Answers of each prompt, as texts or ids.
+        scores: Their scores; None for an answer that was not judged.
+        stopped: Whether each of them ended before it was truncated.
+        pair: Options of the selection.
+        threshold: Lowest score of a good answer, from `resolve_threshold`.
     """
-    found = SelectedRows()
-    for own, values, ended in zip(answers, scores, stopped, strict=True):
-        rows, reason = _select_rows(kind, own, values, ended, pair, threshold)
-        found.rows.append(rows)
+    selected = SelectedRows()
+    for answers_of_prompt, scores_of_prompt, stopped_of_prompt in zip(answers, scores, stopped, strict=True):
+        rows, reason = _select_rows(kind, answers_of_prompt, scores_of_prompt, stopped_of_prompt, pair, threshold)
+        selected.rows.append(rows)
         if reason:
-            found.left_out[reason] += 1
-    return found
+            selected.left_out[reason] += 1
+    return selected
 
 
 def _select_rows(
@@ -67,7 +75,7 @@ def _select_rows(
     pair: PairSection,
     threshold: float | None,
 ) -> tuple[list[Row], str]:
-    """(rows, why there are none)."""
+    """Return the rows of a prompt, and the reason if there are none."""
     scored = {number: score for number, score in enumerate(scores) if score is not None}
     # of equal answers the first one that ended, or else the first
     first: dict[Hashable, int] = {}
@@ -78,36 +86,40 @@ def _select_rows(
         return [], EMPTY if scored else UNJUDGED
     known = {number: scored[number] for number in sorted(first.values())}
     order = sorted(known, key=lambda number: -known[number])  # best first
-    fit = [number for number in order if pair.unfinished or stopped[number]]  # may be good ones
-    return _RULES[kind.paired, kind.labelled](order, fit, known, pair, threshold)
+    eligible = [number for number in order if pair.unfinished or stopped[number]]  # may be good ones
+    return _RULES[kind.paired, kind.labelled](order, eligible, known, pair, threshold)
 
 
 def _pairs(
-    order: list[int], fit: list[int], known: dict[int, float], pair: PairSection, threshold: float | None
+    order: list[int], eligible: list[int], scores: dict[int, float], pair: PairSection, threshold: float | None
 ) -> tuple[list[Row], str]:
+    """Return pairs of a better and a worse answer."""
     if len(order) < 2:
         return [], ALL_SAME
-    if known[order[0]] == known[order[-1]]:
+    if scores[order[0]] == scores[order[-1]]:
         return [], ALIKE
-    better = [(a, b) for a in fit for b in reversed(order) if known[a] > known[b]]
-    if not better:
+    candidates = [(a, b) for a in eligible for b in reversed(order) if scores[a] > scores[b]]
+    if not candidates:
         return [], UNFINISHED
-    wide = [(a, b) for a, b in better if known[a] - known[b] >= pair.margin]
-    if not wide:
+    pairs = [(a, b) for a, b in candidates if scores[a] - scores[b] >= pair.margin]
+    if not pairs:
         return [], TOO_CLOSE
-    return [Row(each) for each in (wide if pair.take == "all" else wide[:1])], ""
+    return [Row(answers) for answers in (pairs if pair.take == "all" else pairs[:1])], ""
 
 
 def _labels(
-    order: list[int], fit: list[int], known: dict[int, float], pair: PairSection, threshold: float | None
+    order: list[int], eligible: list[int], scores: dict[int, float], pair: PairSection, threshold: float | None
 ) -> tuple[list[Row], str]:
-    mean = threshold is None
-    if mean and known[order[0]] == known[order[-1]]:  # their mean is rounded, and not always what they are
+    """Return answers that are labelled good or bad. Without a threshold the mean score of the answers divides them."""
+    by_mean = threshold is None
+    if by_mean and scores[order[0]] == scores[order[-1]]:  # the mean of equal scores may be rounded to another number
         return [], ALIKE
-    edge = sum(known.values()) / len(known) if threshold is None else threshold
-    high = [n for n in order if (known[n] > edge if mean else known[n] >= edge) and known[n] - edge >= pair.margin]
-    good = [n for n in high if n in fit]
-    bad = [n for n in reversed(order) if known[n] < edge and edge - known[n] >= pair.margin]
+    edge = sum(scores.values()) / len(scores) if threshold is None else threshold
+    high = [
+        n for n in order if (scores[n] > edge if by_mean else scores[n] >= edge) and scores[n] - edge >= pair.margin
+    ]
+    good = [n for n in high if n in eligible]
+    bad = [n for n in reversed(order) if scores[n] < edge and edge - scores[n] >= pair.margin]
     if not good and not bad:
         return [], UNFINISHED if high else LABELS_ALIKE
     if pair.take == "best":
@@ -116,17 +128,18 @@ def _labels(
     return [*(Row((n,), True) for n in good), *(Row((n,), False) for n in bad)], ""
 
 
-def _alone(
-    order: list[int], fit: list[int], known: dict[int, float], pair: PairSection, threshold: float | None
+def _singles(
+    order: list[int], eligible: list[int], scores: dict[int, float], pair: PairSection, threshold: float | None
 ) -> tuple[list[Row], str]:
-    good = [number for number in order if threshold is None or known[number] >= threshold]
+    """Return good answers that are trained alone."""
+    good = [number for number in order if threshold is None or scores[number] >= threshold]
     if not good:
         return [], NOT_GOOD
-    ended = [number for number in good if number in fit]
+    ended = [number for number in good if number in eligible]
     if not ended:
         return [], UNFINISHED
     return [Row((number,)) for number in (ended if pair.take == "all" else ended[:1])], ""
 
 
-_RULES = {(True, False): _pairs, (False, True): _labels, (False, False): _alone}
-"""By whether rows are paired, and labelled."""
+_RULES = {(True, False): _pairs, (False, True): _labels, (False, False): _singles}
+"""(whether rows are paired, whether they are labelled) -> function that selects rows."""

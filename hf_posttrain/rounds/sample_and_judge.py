@@ -1,4 +1,7 @@
-"""Answers to many prompts, judged, in pieces that the ranks share out and that a run which was killed finds again."""
+"""Judged answers to many prompts, in chunks that the ranks divide among themselves.
+
+Finished chunks are files, so that a run that was killed continues with them.
+"""
 
 import json
 import logging
@@ -7,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import datasets
 import xxhash
@@ -24,55 +27,65 @@ from ..trainer.output_dir import write_json
 from .config import RoundsSection
 from .judges.question import make_question
 
+if TYPE_CHECKING:
+    from .iterative_trainer import InRounds
+
 logger = logging.getLogger(__name__)
 FOLDER = "_rounds"
-"""In output_dir; by its first letter HF does not push it to the hub: it has the prompts."""
+"""Folder in output_dir. HF does not push it to the Hub, because of its first letter: it has the prompts."""
 CHUNK_SIZE = 64
+"""Number of prompts that are answered at once. Random numbers depend on it, and not on the number of ranks."""
 ONLINE_CHUNK_SIZE = 8
-"""Prompts that are answered at once: random numbers depend on it, and not on the ranks. Online there are few."""
-WEIGHT_SAMPLE = 64  # values of each weight that tell one policy from another
+"""Number of prompts that are answered at once in online training, where a round has few prompts."""
+WEIGHT_SAMPLE = 64
+"""Number of values of each weight that are hashed to distinguish policies."""
+Result = TypeVar("Result")
 
 
 @dataclass
 class ScoredCompletions:
-    """A prompt's answers."""
+    """The answers to a prompt, and their scores."""
 
     answers: list[list[int]]
-    scores: list[float | None]  # None where the judge gave none
+    scores: list[float | None]  # None for an answer that the judge did not score
 
 
 class RoundInterrupted(Exception):
-    """SIGTERM or Ctrl-C asks for an end while a round is drawn: its pieces that are done are kept."""
+    """SIGTERM or Ctrl-C has requested the end of the run while a round is sampled. Finished chunks are kept."""
 
 
 class RoundFiles:
-    """Files of finished pieces, in a folder that is named after all that they depend on; without one there are none."""
+    """Files of finished chunks, in a folder with a name that hashes everything they depend on.
 
-    def __init__(self, folder: Path | None):
+    Without a folder nothing is stored.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
         self.folder = folder
 
     def read(self) -> dict[int, list[ScoredCompletions]]:
-        """Those that are there and whole, by their number."""
-        found = {}
+        """Return the finished chunks by number. Incomplete files are skipped."""
+        chunks = {}
         for file in self.folder.glob("*.json") if self.folder else ():
             with suppress(OSError, ValueError, TypeError):
-                found[int(file.stem)] = [
-                    ScoredCompletions(*one) for one in json.loads(file.read_text(encoding="utf-8"))
+                chunks[int(file.stem)] = [
+                    ScoredCompletions(*fields) for fields in json.loads(file.read_text(encoding="utf-8"))
                 ]
-        return found
+        return chunks
 
-    def write(self, number: int, piece: list[ScoredCompletions]) -> None:
-        """One of them, whole or not at all."""
+    def write(self, number: int, chunk: list[ScoredCompletions]) -> None:
+        """Write a chunk atomically."""
         if self.folder is not None:
-            write_json(self.folder / f"{number}.json", [[one.answers, one.scores] for one in piece], indent=None)
+            entries = [[completions.answers, completions.scores] for completions in chunk]
+            write_json(self.folder / f"{number}.json", entries, indent=None)
 
 
-def round_files(trainer: Any, prompts: datasets.Dataset, *seed: int) -> RoundFiles:
-    """Where the pieces of a round are. All ranks call it: the key has the policy's weights."""
+def round_files(trainer: "InRounds", prompts: datasets.Dataset, *seed: int) -> RoundFiles:
+    """Return the chunk files of a round. All ranks call it: the name of the folder depends on the policy's weights."""
     args = trainer.args
     options = trainer.rollout_options
     weights = weights_key(unwrap_model(trainer.model).state_dict(keep_vars=True), sample=WEIGHT_SAMPLE)
-    judge = raise_on_all_ranks(trainer.judge.key)
+    judge = raise_input_error_on_all_ranks(trainer.judge.key)
     key = [
         weights,
         rows_key(prompts, trainer),
@@ -84,75 +97,91 @@ def round_files(trainer: Any, prompts: datasets.Dataset, *seed: int) -> RoundFil
         args.fp16,
     ]
     name = xxhash.xxh3_64_hexdigest(json.dumps(key, sort_keys=True).encode())
-    [name, *_] = gather_object([name])  # of a model that is cut over ranks, the first one's
+    [name, *_] = gather_object([name])  # ranks of a sharded model have different weights: the first one's name counts
     return RoundFiles(Path(args.output_dir, FOLDER, f"pieces-{name}"))
 
 
 def sample_and_judge(
-    trainer: Any, prompts: datasets.Dataset, seed: Sequence[int], title: str, pieces: RoundFiles
+    trainer: "InRounds", prompts: datasets.Dataset, seed: Sequence[int], title: str, files: RoundFiles
 ) -> list[ScoredCompletions]:
-    """Answers of the policy to each prompt, judged, on all ranks. All ranks call it.
+    """Return the judged answers of the policy to each prompt, on all ranks. All ranks call it.
 
-    trainer: has a `sampler`, its `rollout_options` and a `judge`. What is drawn depends on (*seed, piece) and not on
-    the number of ranks. Raises InputError and ServerError of a judge or sampler, and Stopped between pieces that are
-    kept, on all ranks.
+    The answers depend on (*seed, number of the chunk) and not on the number of ranks.
+
+    Args:
+        trainer: Trainer with a `sampler`, its `rollout_options` and a `judge`.
+        prompts: Prepared rows of the prompts.
+        seed: Seed of the answers.
+        title: Title of the progress bar.
+        files: Files of finished chunks.
+
+    Raises:
+        InputError: The judge or the sampler raised it on any rank; likewise ServerError.
+        RoundInterrupted: The run is asked to end, between two chunks that are stored.
     """
     accelerator = trainer.accelerator
-    longest = trainer.rollout_options.max_completion_length
+    max_new_tokens = trainer.rollout_options.max_completion_length
     world = accelerator.num_processes
     rank = accelerator.process_index
     count = trainer.rollout_options.num_generations
     size = chunk_size(trainer.rollout_options)
-    # 1. pieces that any rank has on its disk count as done; each is told by the first rank that has it
-    mine = pieces.read()
-    have = gather_object([sorted(mine)])
-    mine = {n: piece for n, piece in mine.items() if not any(n in other for other in have[:rank])}
-    done = {n for numbers in have for n in numbers}
-    todo = [n for n in range(-(-len(prompts) // size)) if n not in done]
-    if done:
-        logger.info("%s: %d of %d pieces were done before", title, len(done), len(done) + len(todo))
-    # 2. the others, one of each rank at a time: as many calls on each, since a cut model needs all ranks
-    with trainer.judge, TaskProgress(len(prompts), title, "prompt", shown=rank == 0) as steps:
-        for first in range(0, len(todo), world):
-            if pieces.folder is not None and trainer.preemption.should_stop(trainer.state, trainer.control):
+
+    # 1. chunks on the disk of any rank are finished; the first rank that has one returns it
+    chunks = files.read()
+    numbers_of_ranks = gather_object([sorted(chunks)])
+    chunks = {n: chunk for n, chunk in chunks.items() if not any(n in numbers for numbers in numbers_of_ranks[:rank])}
+    finished = {n for numbers in numbers_of_ranks for n in numbers}
+    remaining = [n for n in range(-(-len(prompts) // size)) if n not in finished]
+    if finished:
+        logger.info("%s: %d of %d chunks are already done", title, len(finished), len(finished) + len(remaining))
+
+    # 2. the remaining chunks, one per rank at a time: equally many calls on each, as a sharded model needs all ranks
+    with trainer.judge, TaskProgress(len(prompts), title, "prompt", shown=rank == 0) as progress:
+        for first in range(0, len(remaining), world):
+            if files.folder is not None and trainer.preemption.should_stop(trainer.state, trainer.control):
                 raise RoundInterrupted
-            number = todo[first + rank] if first + rank < len(todo) else None
-            place = range(0) if number is None else range(number * size, min((number + 1) * size, len(prompts)))
-            rows = prompts.select(place).to_list() if number is not None else []
-            of_piece = (*seed, 0 if number is None else number)
-            with rollout.seeded(accelerator.device, *of_piece):
-                sampled = trainer.sampler.sample([*map(Prompt.from_row, rows)], count, longest, of_piece)
+            number = remaining[first + rank] if first + rank < len(remaining) else None
+            indices = range(0) if number is None else range(number * size, min((number + 1) * size, len(prompts)))
+            rows = prompts.select(indices).to_list() if number is not None else []
+            chunk_seed = (*seed, 0 if number is None else number)
+            with rollout.seeded(accelerator.device, *chunk_seed):
+                sampled = trainer.sampler.sample([*map(Prompt.from_row, rows)], count, max_new_tokens, chunk_seed)
             answers = [[completion.ids for completion in completions] for completions in sampled]
             questions = [
-                make_question(row, own, trainer.tokenizer, trainer.terminal_ids)
-                for row, own in zip(rows, answers, strict=True)
+                make_question(row, answers_of_row, trainer.tokenizer, trainer.terminal_ids)
+                for row, answers_of_row in zip(rows, answers, strict=True)
             ]
-            # in the last lap a rank may have none, and no judge is asked about nothing
-            scores = raise_on_all_ranks(partial(trainer.judge.score, questions) if questions else list)
+            # in the last iteration a rank may have no chunk, and a judge is never called without questions
+            score: Callable[[], list[Any]] = partial(trainer.judge.score, questions) if questions else list
+            scores = raise_input_error_on_all_ranks(score)
             if number is not None:
-                mine[number] = [ScoredCompletions(*one) for one in zip(answers, scores, strict=True)]
-                pieces.write(number, mine[number])
-            steps.add(min(size * world, len(prompts) - steps.done))
-    # 3. in the prompts' order, on all ranks
-    everyone = {n: piece for part in gather_object([mine]) for n, piece in part.items()}
-    return [one for _, piece in sorted(everyone.items()) for one in piece]
+                chunks[number] = [ScoredCompletions(*fields) for fields in zip(answers, scores, strict=True)]
+                files.write(number, chunks[number])
+            progress.add(min(size * world, len(prompts) - progress.done))
+
+    # 3. all chunks on all ranks, in the order of the prompts
+    all_chunks = {n: chunk for part in gather_object([chunks]) for n, chunk in part.items()}
+    return [completions for _, chunk in sorted(all_chunks.items()) for completions in chunk]
 
 
 def chunk_size(section: RoundsSection) -> int:
-    """Prompts of a piece."""
+    """Return the number of prompts of a chunk."""
     return ONLINE_CHUNK_SIZE if section.steps else CHUNK_SIZE
 
 
-def raise_on_all_ranks(ask: Callable[[], Any]) -> Any:
-    """What `ask` gives on each rank. Raises the InputError of any rank on all of them, which would wait for it."""
-    found = None
+def raise_input_error_on_all_ranks(function: Callable[[], Result]) -> Result:
+    """Return the result of `function` on each rank.
+
+    Raises the InputError or ServerError of any rank on all of them, because the other ranks would wait for it.
+    """
+    result = None
     error = None
     try:
-        found = ask()
+        result = function()
     except InputError as raised:
         error = raised
-    told = gather_object([error and (str(error), getattr(error, "status", None))])
-    if first := next(filter(None, told), None):
-        said, status = first
-        raise (InputError(said) if status is None else ServerError(said, status)) from error
-    return found
+    errors = gather_object([error and (str(error), getattr(error, "status", None))])
+    if first := next(filter(None, errors), None):
+        message, status = first
+        raise (InputError(message) if status is None else ServerError(message, status)) from error
+    return result  # type: ignore[return-value]

@@ -69,9 +69,9 @@ def test_the_resolved_recipe_is_read_again(folder):
         (["rounds.cuont=3"], "unknown key rounds.cuont; did you mean 'count'?"),
         (["rounds.judge={by: exact_macth}"], "did you mean 'exact_match'?"),
         (["rounds.judge=exact"], "rounds.judge.by must be exact_match"),
-        (["rounds.steps=2"], "command line: rounds.steps excludes count"),
-        (["rounds.num_generations=1"], "command line: rounds.num_generations: answers are compared"),
-        (["rounds.pair.threshold=1"], "rounds.pair.threshold is of labels"),
+        (["rounds.steps=2"], "command line: rounds.steps cannot be combined with count"),
+        (["rounds.num_generations=1"], "command line: rounds.num_generations must be at least 2, because"),
+        (["rounds.pair.threshold=1"], "rounds.pair.threshold is only valid with labels"),
         (["rounds.judge={by: model}"], "rounds.judge.name is missing"),
         (["rounds.judge={by: model, name: nowhere/at/all}"], "rounds.judge.name: nowhere/at/all: no such folder"),
         (["rounds.judge.opponents=2"], "rounds.judge is 'exact_match': set rounds.judge to a mapping"),
@@ -101,7 +101,7 @@ def test_rows_without_answers_are_refused_for_exact_match(folder):
 
 def test_check_refuses_what_a_run_would_find_after_its_weights(folder, capsys):
     assert run.main(["recipe.yaml", "--check", "rounds.judge={by: model, name: tiny}"]) == 2
-    assert "judge: tiny is Qwen3ForCausalLM: a reward model is a sequence classifier" in capsys.readouterr().err
+    assert "judge: tiny is Qwen3ForCausalLM. A reward model must be a sequence classifier" in capsys.readouterr().err
     (folder / "rows.jsonl").write_text('{"prompt": "1+1="}\n{"prompt": "2+2="}\n')
     assert run.main(["recipe.yaml", "--check"]) == 2
     assert "judge exact_match compares with completions of the data, and 2 of 2" in capsys.readouterr().err

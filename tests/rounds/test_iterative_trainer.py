@@ -597,7 +597,7 @@ def test_a_judge_that_compares_has_no_level_to_fall_from(tmp_path, caplog):
     judge = {"by": "url", "name": "http://127.0.0.1:9"}
     given = section(judge=judge)
     config = {"load_best_model_at_end": True, "max_length": 600, "eval_strategy": "epoch", "save_strategy": "epoch"}
-    with pytest.raises(InputError, match=r"shares of wins .* set it to exact_match"):
+    with pytest.raises(InputError, match=r"shares of wins .* Set it to exact_match"):
         iterative_trainer.config_for_rounds(config_class(TABLE["sft"])(str(tmp_path), **config), given)
     assert "rounds/score" not in iterative_trainer.in_rounds(trainer_class(TABLE["sft"]), given).method.key_metrics
     done = trainer("sft", tmp_path)
@@ -682,7 +682,7 @@ def test_a_first_round_without_rows_is_an_error_with_its_reasons(tmp_path):
 
 def test_labels_of_one_kind_are_warned_of(tmp_path, caplog):
     trainer("kto", tmp_path, {"count": 1, "pair": {"threshold": 2.0}}).train()
-    assert "round 1: all its 44 labelled answers are bad: one label alone does not say what to prefer" in caplog.text
+    assert "round 1: all 44 labelled answers are bad. One label alone does not define a preference" in caplog.text
 
 
 def test_a_later_round_without_rows_ends_training(tmp_path, caplog):
@@ -690,7 +690,7 @@ def test_a_later_round_without_rows_ends_training(tmp_path, caplog):
     score = done.judge.score
     done.judge.score = lambda asked: score(asked) if done.round.number < 0 else [[0.0] * 4 for _ in asked]
     done.train()
-    assert "round 2 gives no row to train on: training ends" in caplog.text
+    assert "round 2 gives no row to train on. Training ends" in caplog.text
     assert done.state.global_step == 3
 
 
@@ -746,7 +746,7 @@ def test_class_weights_do_not_depend_on_the_round_before(tmp_path):
 def test_labels_that_are_all_one_leave_class_weights_as_they_are(tmp_path, caplog):
     done = trainer("kto", tmp_path, NOTHING | {"pair": {"threshold": 0.5}}, desirable_weight="auto")
     done.train()
-    assert "class weight auto needs both labels" in caplog.text
+    assert "class weight `auto` requires rows of both labels" in caplog.text
     assert done.class_weights == (1.0, 1.0)
 
 
@@ -756,25 +756,40 @@ def test_labels_that_are_all_one_leave_class_weights_as_they_are(tmp_path, caplo
 @pytest.mark.parametrize(
     ("method", "changes", "config", "said"),
     [
-        ("dpo", {"num_generations": 1}, {}, "answers are compared with each other"),
-        ("sft", {"temperature": 0.0}, {}, "the same answer each time"),
-        ("sft", {"count": 2, "steps": 3}, {}, "steps excludes count"),
-        ("sft", {"reference": "round"}, {}, "round is of methods with a reference, and sft has none"),
-        ("sft", {"cuont": 2}, {}, "rounds: there is no 'cuont'; did you mean 'count'?"),
-        ("sft", {"pair": {"tak": "all"}}, {}, "rounds.pair: there is no 'tak'; did you mean 'take'?"),
-        ("sft", {"judge": {"bye": 1}}, {}, "rounds.judge: there is no 'bye'; did you mean 'by'?"),
-        ("sft", {"judge": partial(odd_bytes)}, {}, "has no name: give a function, or package.module:name"),
-        ("sft", {"judge": 3}, {}, "rounds.judge: 3 is neither a mapping of its keys nor a short form"),
-        ("sft", {"pair": {"margin": 1.0}}, {}, "margin is of pairs and labels"),
-        ("dpo", {"pair": {"threshold": 1.0}}, {}, "threshold is of labels"),
+        ("dpo", {"num_generations": 1}, {}, "must be at least 2, because answers are compared with each other"),
+        ("sft", {"temperature": 0.0}, {}, "temperature must be above 0, because 0 gives the same answer each time"),
+        ("sft", {"count": 2, "steps": 3}, {}, "steps cannot be combined with count"),
+        ("sft", {"reference": "round"}, {}, "round is only valid with a method that has a reference, and sft has none"),
+        ("sft", {"cuont": 2}, {}, "unknown key rounds.cuont; did you mean 'count'?"),
+        ("sft", {"pair": {"tak": "all"}}, {}, "unknown key rounds.pair.tak; did you mean 'take'?"),
+        ("sft", {"judge": {"bye": 1}}, {}, "unknown key rounds.judge.bye; did you mean 'by'?"),
+        ("sft", {"judge": partial(odd_bytes)}, {}, r"has no name\. Pass a function, or package.module:name"),
+        ("sft", {"judge": 3}, {}, "rounds.judge: 3 must be a mapping of its keys, or a short form"),
+        ("sft", {"pair": {"margin": 1.0}}, {}, "margin is only valid with pairs and labels"),
+        ("dpo", {"pair": {"threshold": 1.0}}, {}, "threshold is only valid with labels"),
         ("sft", {"sampler": "vllm_server"}, {}, "sampler requires sampler.base_url"),
         ("dpo", {}, {"precompute_ref_log_probs": True}, "cannot be combined with rounds"),
         ("sft", {"max_completion_length": 60}, {}, "leaves no prompt"),
         ("sft", {"judge": {"by": "model"}}, {}, "name is missing"),
-        ("sft", {"judge": "exact_match", "pair": {"threshold": 1.5}}, {}, "scores of exact_match are from 0 to 1"),
-        ("dpo", {"judge": "exact_match", "pair": {"margin": 2.0}}, {}, "from 0 to 1: set it to 1 at most"),
-        ("kto", {"judge": "exact_match", "pair": {"margin": 0.6}}, {}, "from 0 to 1: set it to 0.5 at most"),
-        ("dpo", {"reference": "round"}, {"loss_type": ["simpo"]}, "this has none"),
+        (
+            "sft",
+            {"judge": "exact_match", "pair": {"threshold": 1.5}},
+            {},
+            "must be above 0 and at most 1, because scores of exact_match are from 0 to 1",
+        ),
+        (
+            "dpo",
+            {"judge": "exact_match", "pair": {"margin": 2.0}},
+            {},
+            "must be at most 1, because scores of exact_match are from 0 to 1",
+        ),
+        (
+            "kto",
+            {"judge": "exact_match", "pair": {"margin": 0.6}},
+            {},
+            r"must be at most 0\.5, because scores of exact_match are from 0 to 1",
+        ),
+        ("dpo", {"reference": "round"}, {"loss_type": ["simpo"]}, "this loss has none"),
     ],
 )
 def test_what_cannot_be_is_refused(method, changes, config, said, tmp_path):
@@ -785,7 +800,7 @@ def test_what_cannot_be_is_refused(method, changes, config, said, tmp_path):
 def test_rounds_are_no_more_than_steps(tmp_path, caplog):
     done = trainer("sft", tmp_path, {"count": 5}, max_steps=2)
     done.train()
-    assert "rounds.count: 2 rounds, and not 5: the run has no more steps" in caplog.text
+    assert "rounds.count: the run has 2 rounds instead of 5, because it has no more steps" in caplog.text
     assert [log["rounds/round"] for log in done.state.log_history if "rounds/round" in log] == [1, 2]
 
 
@@ -801,5 +816,5 @@ def test_exact_match_needs_answers(tmp_path):
     ):
         trainer("sft", tmp_path, {"judge": "exact_match"}, rows=rows)
     labelled = [{"prompt": f"{n}=", "completion": "1", "label": n > 0} for n in range(3)]
-    with pytest.raises(InputError, match=r"1 of 3 rows have none, or a wrong one \(the first prompt: '0='\)"):
+    with pytest.raises(InputError, match=r"1 of 3 rows have no completion, or a wrong one \(the first prompt: '0='\)"):
         trainer("sft", tmp_path, {"judge": "exact_match"}, rows=datasets.Dataset.from_list(labelled))

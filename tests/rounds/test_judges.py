@@ -88,7 +88,7 @@ def test_a_question_is_made_of_a_prepared_row():
     row["asked"] = json.dumps({"prompt": CHAT, "tools": [{"name": "t"}]})
     question = make_question(row, [[67, 68, 258], [69]], tokenizer, [258])
     assert (question.prompt, question.text, question.answers, question.reference) == (CHAT, "Say hi.", ["CD", "E"], "B")
-    assert (question.stopped, question.more) == ([True, False], {"tools": [{"name": "t"}]})
+    assert (question.stopped, question.template_options) == ([True, False], {"tools": [{"name": "t"}]})
     assert make_question(row | {"asked": '{"prompt": null}'}, [[67]], tokenizer, [258]).prompt == "A"
     assert make_question(row | {"label": False}, [[67]], tokenizer, [258]).reference is None
 
@@ -160,15 +160,15 @@ def test_a_reward_model_that_was_trained_judges_as_it_was_taught(tmp_path):
 def test_a_model_with_several_labels_is_no_judge(tmp_path):
     Qwen3ForSequenceClassification(Qwen3Config(**SMALL, num_labels=2)).save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
-    with pytest.raises(InputError, match="has 2 labels, and a score is one"):
+    with pytest.raises(InputError, match=r"has 2 labels\. A reward model must have one label"):
         make_judge(JudgeSection("model", str(tmp_path)))
 
 
 def test_a_model_of_another_kind_is_no_judge(teachers, reward_model):
     """What has no head for scores would be given a random one."""
-    with pytest.raises(InputError, match="is Qwen3ForCausalLM: a reward model is a sequence classifier"):
+    with pytest.raises(InputError, match=r"is Qwen3ForCausalLM\. A reward model must be a sequence classifier"):
         make_judge(JudgeSection("model", teachers[0]))
-    with pytest.raises(InputError, match="is a sequence classifier, and a teacher writes text: by: model"):
+    with pytest.raises(InputError, match=r"is a sequence classifier\. A teacher must be a causal LM\. Set by: model"):
         make_judge(JudgeSection("teacher", reward_model[0]), byte_tokenizer())
 
 
@@ -177,8 +177,8 @@ def test_a_reward_model_sees_tools_and_reads_a_bos_once(tmp_path):
     tokenizer = bos_tokenizer("{{ bos_token }}{{ tools | length if tools else 0 }}" + said)
     judge = object.__new__(RewardModel)
     judge.tokenizer = tokenizer
-    more = {"tools": [{"name": "t"}, {"name": "u"}]}
-    [(_, chat), (_, plain)] = judge.tokens([Question(CHAT, ["a"], more=more), Question("<s>p", ["b"])])
+    options = {"tools": [{"name": "t"}, {"name": "u"}]}
+    [(_, chat), (_, plain)] = judge.tokens([Question(CHAT, ["a"], template_options=options), Question("<s>p", ["b"])])
     assert tokenizer.decode(chat) == "<s>2Say hi.a"
     assert tokenizer.decode(plain) == "<s>pb"
 
@@ -353,7 +353,7 @@ def test_a_refusal_or_a_slow_answer_is_no_comparison():
     with serving(odd) as server:
         found = judged(questions, by="url", name=server.url, timeout=0.3)
     assert found == [[0.0, 1.0], [None, None], [None, None]]
-    with serving(odd) as server, pytest.raises(ServerError, match=r"took too long.*: raise timeout"):
+    with serving(odd) as server, pytest.raises(ServerError, match=r"took too long.*\. Raise timeout"):
         judged([Question("p", ["slow", "ab"]) for _ in range(3)], by="url", name=server.url, timeout=0.2)
 
 
@@ -385,7 +385,7 @@ def test_a_server_that_is_gone_or_wants_another_key_ends_it(monkeypatch):
     monkeypatch.setattr(http, "RETRIES", http.RETRIES.new(total=2, backoff_factor=0.1))
     with serving(by_length) as server:
         server.refuse = lambda body: (401, {"error": {"message": "wrong key"}})
-        with pytest.raises(ServerError, match=r"401 .*wrong key.*: the key is read from OPENAI_API_KEY"):
+        with pytest.raises(ServerError, match=r"401 .*wrong key.*\. The key is read from OPENAI_API_KEY"):
             judged([Question("p", [*map(str, range(40))])], by="url", name=server.url)
         assert len(server.asked) < 100  # of 160
         judge = make_judge(JudgeSection("url", server.url, served_model="m"))
@@ -423,17 +423,17 @@ def test_verdicts(said, verdict):
 @pytest.mark.parametrize(
     ("section", "said"),
     [
-        ({"by": "model"}, "name is missing: the folder or hub name of a reward model"),
-        ({"by": "exact_match", "name": "x"}, "exact_match has no name"),
+        ({"by": "model"}, "name is missing. Set it to the folder or Hub name of a reward model"),
+        ({"by": "exact_match", "name": "x"}, "name='x' is not valid with by: exact_match"),
         ({"by": "function", "name": "x"}, "'x' is not package.module:name"),
-        ({"by": "function", "name": "localhost:8000"}, "a server is http://localhost:8000"),
-        ({"by": "url", "name": "localhost:8000"}, "is no URL"),
-        ({"by": "model", "name": "x", "question": "{{ first }} {{ second }}"}, "question is of by: url"),
-        ({"by": "url", "name": "http://x", "question": "{{ first }}"}, "must show both"),
+        ({"by": "function", "name": "localhost:8000"}, "For a server write http://localhost:8000"),
+        ({"by": "url", "name": "localhost:8000"}, "is not a URL"),
+        ({"by": "model", "name": "x", "question": "{{ first }} {{ second }}"}, "question is only valid with by: url"),
+        ({"by": "url", "name": "http://x", "question": "{{ first }}"}, "must contain both"),
         ({"by": "url", "name": "http://x", "question": "{{ first }} {{ second }} {{ promt }}"}, "mean 'prompt'?"),
-        ({"by": "model", "name": "x", "opponents": 2}, "opponents is of by: url"),
-        ({"by": "teacher", "name": "x", "timeout": 5.0}, "timeout is of by: url"),
-        ({"by": "url", "name": "http://x", "question": "{{ first }} {{ second"}, "no Jinja template"),
+        ({"by": "model", "name": "x", "opponents": 2}, "opponents is only valid with by: url"),
+        ({"by": "teacher", "name": "x", "timeout": 5.0}, "timeout is only valid with by: url"),
+        ({"by": "url", "name": "http://x", "question": "{{ first }} {{ second"}, "not a Jinja template"),
         ({"by": "url", "name": "http://x", "opponents": 0}, "must be at least 1"),
     ],
 )

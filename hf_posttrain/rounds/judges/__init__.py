@@ -1,19 +1,32 @@
-"""Judges: each gives every answer of a question a score, of which more is better, or None where it could not judge.
+"""Judges, which score the answers to a question. A higher score is a better answer, and None an answer not judged.
 
-functions   exact match, and functions of the user's
-models      a reward model; a teacher's log-probability per token
-server      a language model behind an OpenAI-compatible server, pairwise in both orders
+functions   exact match, and functions of the user
+models      a reward model, and a teacher's log-probability per token
+server      a language model on an OpenAI-compatible server, which compares answers in pairs, in both orders
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedTokenizerBase
+
+    from .config import JudgeSection
+    from .question import Judge
 
 
-def make_judge(section: Any, tokenizer: Any = None, device: "torch.device | str" = "cpu") -> Any:
-    """The judge that a JudgeSection names, a `question.Judge`. tokenizer: of the model whose answers are judged. Raises
-    InputError where there is no such function, model or server.
+def make_judge(
+    section: "JudgeSection", tokenizer: "PreTrainedTokenizerBase | None" = None, device: "torch.device | str" = "cpu"
+) -> "Judge":
+    """Return the judge of a section.
+
+    Args:
+        section: The section.
+        tokenizer: Tokenizer of the model whose answers are judged.
+        device: Device of a judge that is a model.
+
+    Raises:
+        InputError: There is no such function, model or server.
     """
     from .functions import FunctionJudge
     from .models import RewardModel, TeacherJudge

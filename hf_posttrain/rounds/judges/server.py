@@ -1,8 +1,8 @@
-"""A language model as judge: it compares answers two by two, in both orders, behind a server with OpenAI's protocol.
+"""A language model as judge, on a server with OpenAI's protocol. It compares answers in pairs, in both orders.
 
-An answer's score is the share of its comparisons that it won; one that comes out otherwise when the answers change
-places is a draw, since models favour the place (arXiv 2306.05685). What the server does not answer in the form that is
-asked for counts as no comparison.
+The score of an answer is the share of its comparisons that it wins. Neither answer wins if the result changes with
+the order of the answers, because models favour a position (arXiv 2306.05685). A reply without the requested JSON counts
+as no comparison.
 """
 
 import json
@@ -10,7 +10,7 @@ import logging
 import os
 import re
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import urlsplit
 
 import urllib3
@@ -18,6 +18,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ...errors import InputError
 from ...generation.completions_client import REQUEST_TIMEOUT, Server, ServerError, run_concurrently
+from .config import JudgeSection
 from .question import Question
 
 if TYPE_CHECKING:
@@ -41,112 +42,124 @@ Compare two answers to the same question. Judge whether they are right and helpf
 
 Reply with JSON alone: {"better": 1} or {"better": 2}, or {"better": 0} if neither is better."""
 MAX_TRIES = 2
-"""How often a question is asked whose answer is not of that form."""
+"""Number of requests for a reply with the JSON."""
 MAX_FAILED_PROMPTS = 3
-"""Prompts of which no comparison is made at all before the server counts as none that judges."""
+"""Number of prompts without any comparison after which the server counts as unable to judge."""
 _JSON = re.compile(r"\{[^{}]*\}")
 
 
 class ServerJudge:
-    """Asks the server of a section."""
+    """Requests comparisons from the server of a section."""
 
     stays = False
 
-    def __init__(self, section: Any, tokenizer: "PreTrainedTokenizerBase | None" = None, device: object = None):
+    def __init__(
+        self, section: JudgeSection, tokenizer: "PreTrainedTokenizerBase | None" = None, device: object = None
+    ) -> None:
         self.section = section
-        self.server = Server(section.name, "judge")
+        url = str(section.name)
+        self.server = Server(url, "judge")
         self.question = ImmutableSandboxedEnvironment().from_string(section.question or QUESTION)
-        # a key goes to no server that anybody on the way could read it of
-        host = urlsplit(section.name)
+        # the key is never sent over a network without encryption
+        parts = urlsplit(url)
         key = os.environ.get("OPENAI_API_KEY")
-        private = host.scheme == "https" or host.hostname in ("localhost", "127.0.0.1", "::1")
+        private = parts.scheme == "https" or parts.hostname in ("localhost", "127.0.0.1", "::1")
         self.headers = {"Authorization": f"Bearer {key}"} if key and private else {}
         self.greedy = {"temperature": 0}
         self.model = section.served_model
-        self.last = ""  # what went wrong last
-        self.made = 0
-        self.tried = 0  # comparisons, and prompts that had some to make
+        self.last_problem = ""
+        self.comparisons = 0  # number of comparisons that succeeded
+        self.attempted_prompts = 0  # number of prompts with comparisons to make
 
     def key(self) -> str:
-        """As `Judge`: the name of the model."""
+        """Return the name of the model."""
         self.check()
         return str(self.model)
 
     def score(self, questions: Sequence[Question]) -> list[list[float | None]]:
-        """As `Judge`. Raises ServerError where of MAX_FAILED_PROMPTS prompts, over all calls, no comparison at all was made."""
+        """Return the share of comparisons that each answer wins.
+
+        Raises ServerError if no comparison was made for the first MAX_FAILED_PROMPTS prompts, over all calls.
+        """
         pairs = [(q, a, b) for q in questions for a, b in pairs_to_compare(q.answers, self.section.opponents)]
-        differ = [(q, a, b) for q, a, b in pairs if q.answers[a] != q.answers[b]]  # of equal ones neither is better
+        differing = [(q, a, b) for q, a, b in pairs if q.answers[a] != q.answers[b]]  # of equal answers neither wins
         self.check()
-        found = iter(run_concurrently(self._ask, [(q, *pair) for q, a, b in differ for pair in ((a, b), (b, a))]))
-        won = {id(q): [[] for _ in q.answers] for q in questions}  # type: dict[int, list[list[float]]]
-        lost = 0
+        requests = [(q, *pair) for q, a, b in differing for pair in ((a, b), (b, a))]
+        results = iter(run_concurrently(self._compare, requests))
+        shares = {id(q): [[] for _ in q.answers] for q in questions}  # type: dict[int, list[list[float]]]
+        failed = 0
         for question, a, b in pairs:
-            # 1: the first that is shown is better, 0: the second, 0.5: neither
-            one, other = (next(found), next(found)) if question.answers[a] != question.answers[b] else (0.5, 0.5)
-            if one is None or other is None:
-                lost += 1
+            # 1: the first answer of the question is better, 0: the second, 0.5: neither
+            is_equal = question.answers[a] == question.answers[b]
+            result, swapped = (0.5, 0.5) if is_equal else (next(results), next(results))
+            if result is None or swapped is None:
+                failed += 1
                 continue
-            result = (one + 1 - other) / 2
-            won[id(question)][a].append(result)
-            won[id(question)][b].append(1 - result)
-        if lost:
-            logger.warning("judge: %d of %d comparisons were not made, the last: %s", lost, len(differ), self.last)
-        self.made = self.made + len(differ) - lost
-        self.tried = self.tried + len({id(q) for q, _, _ in differ})
-        if not self.made and self.tried >= MAX_FAILED_PROMPTS:
-            raise ServerError(f"{self.last}; it made no comparison of the answers to {self.tried} prompts")
-        return [[sum(mine) / len(mine) if mine else None for mine in won[id(q)]] for q in questions]
+            share = (result + 1 - swapped) / 2
+            shares[id(question)][a].append(share)
+            shares[id(question)][b].append(1 - share)
+
+        if failed:
+            message = "judge: %d of %d comparisons were not made, the last: %s"
+            logger.warning(message, failed, len(differing), self.last_problem)
+        self.comparisons = self.comparisons + len(differing) - failed
+        self.attempted_prompts = self.attempted_prompts + len({id(q) for q, _, _ in differing})
+        if not self.comparisons and self.attempted_prompts >= MAX_FAILED_PROMPTS:
+            problem = f"it made no comparison of the answers to {self.attempted_prompts} prompts"
+            raise ServerError(f"{self.last_problem}; {problem}")
+        return [[sum(won) / len(won) if won else None for won in shares[id(q)]] for q in questions]
 
     def check(self) -> None:
-        """Which model judges. Raises ServerError where the server cannot be asked."""
+        """Find the model that judges. Raises ServerError if the server does not answer."""
         self.model = self.model or self.server.model_info(headers=self.headers)["id"]
 
-    def _ask(self, asked: tuple[Question, int, int]) -> float | None:
-        """Which of two answers, in this order, is better: 1, 0, or 0.5; None where that is not known."""
-        question, first, second = asked
-        shown = {"first": question.answers[first], "second": question.answers[second]}
+    def _compare(self, request: tuple[Question, int, int]) -> float | None:
+        """Return 1 if the first of two answers is better, 0 if the second is, 0.5 for neither, None if unknown."""
+        question, first, second = request
+        answers = {"first": question.answers[first], "second": question.answers[second]}
         try:
-            text = self.question.render(prompt=question.text, reference=question.reference, **shown)
-        except Exception as error:  # of the user's template
+            text = self.question.render(prompt=question.text, reference=question.reference, **answers)
+        except Exception as error:  # from the user's template
             raise InputError(f"judge: question: {type(error).__name__}: {error}") from error
         body = {"model": self.model, "messages": [{"role": "user", "content": text}]}
         for _ in range(MAX_TRIES):
             sent = body | self.greedy
             try:
-                answer = self.server.post("/v1/chat/completions", sent, **self._options())
-                said = answer["choices"][0]["message"]["content"]
+                response = self.server.post("/v1/chat/completions", sent, **self._request_options())
+                reply = response["choices"][0]["message"]["content"]
             except ServerError as error:
                 if error.status in (401, 403):
-                    raise ServerError(f"{error}: the key is read from OPENAI_API_KEY", error.status) from error
-                if not error.status:  # nobody is there any more: what was judged before is kept
+                    raise ServerError(f"{error}. The key is read from OPENAI_API_KEY", error.status) from error
+                if not error.status:  # the server is lost: scores of earlier chunks are kept
                     raise
-                self.last = f"{error}: raise timeout" if error.status == REQUEST_TIMEOUT else str(error)
+                self.last_problem = f"{error}. Raise timeout" if error.status == REQUEST_TIMEOUT else str(error)
                 if error.status == 400 and "temperature" in str(error) and "temperature" in sent:
-                    self.greedy = {}  # some models have but one
+                    self.greedy = {}  # some models support only one temperature
                     continue
                 return None
             except (LookupError, TypeError) as error:
-                problem = f"answered otherwise than OpenAI's protocol has it ({type(error).__name__}: {error})"
-                self.last = f"judge: {self.server.url} {problem}"
+                problem = f"did not answer by OpenAI's protocol ({type(error).__name__}: {error})"
+                self.last_problem = f"judge: {self.server.url} {problem}"
                 return None
-            if (better := parse_verdict(said)) is not None:
+            if (better := parse_verdict(reply)) is not None:
                 return {0: 0.5, 1: 1.0, 2: 0.0}[better]
-            self.last = f"judge: {self.server.url} said {str(said)!r:.80}"
+            self.last_problem = f"judge: {self.server.url} replied {str(reply)!r:.80}"
         return None
 
-    def _options(self) -> dict[str, Any]:
+    def _request_options(self) -> dict[str, Any]:
         return {"headers": self.headers, "timeout": urllib3.Timeout(connect=10, read=self.section.timeout)}
 
-    def __enter__(self) -> Any:
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         pass
 
 
 def pairs_to_compare(answers: Sequence[str], opponents: int) -> Iterator[tuple[int, int]]:
-    """Which answers are compared: each with the `opponents` next ones in a circle, or fewer where half the circle has
-    all pairs. Every answer has about as many comparisons.
+    """Yield the numbers of the answers to compare, so that every answer has about as many comparisons.
+
+    Each answer is compared with the next `opponents` / 2 answers in a circle, or with all others if they are fewer.
     """
     count = len(answers)
     steps = min(-(-opponents // 2), count // 2)
@@ -154,9 +167,9 @@ def pairs_to_compare(answers: Sequence[str], opponents: int) -> Iterator[tuple[i
     yield from ((a, b) for a, b in sorted(pairs) if a != b)
 
 
-def parse_verdict(said: Any) -> int | None:
-    """0, 1 or 2 of {"better": ...}, the last such JSON of a text; None without one."""
-    for text in reversed(_JSON.findall(said) if isinstance(said, str) else []):
+def parse_verdict(reply: object) -> int | None:
+    """Return 0, 1 or 2 from {"better": ...}, the last such JSON of a text; None without one."""
+    for text in reversed(_JSON.findall(reply) if isinstance(reply, str) else []):
         try:
             better = int(json.loads(text)["better"])
         except (ValueError, LookupError, TypeError):
