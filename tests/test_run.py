@@ -545,8 +545,8 @@ def test_newest_complete_checkpoint(tmp_path, caplog):
     Path(checkpoint(tmp_path / "checkpoint-13"), "trainer_state.json").write_text('{"global_st')
     checkpoint(tmp_path / "checkpoint-14-tmp")
     assert find_checkpoint(tmp_path) == good
-    assert "checkpoint-13 is incomplete, without trainer_state.json: passed over" in caplog.text
-    assert "checkpoint-10 is incomplete, without optimizer, scheduler, random state: passed over" in caplog.text
+    assert "checkpoint-13 is incomplete, without trainer_state.json. It is skipped" in caplog.text
+    assert "checkpoint-10 is incomplete, without optimizer, scheduler, random state. It is skipped" in caplog.text
 
 
 def test_what_is_resumed(folder, caplog, monkeypatch):

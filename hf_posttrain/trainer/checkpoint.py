@@ -1,4 +1,4 @@
-"""Checkpoints: complete or invisible, found again, and resumed only where the numbers stay the same."""
+"""Checkpoints: atomic saves, search for the newest complete one, and resumption with identical results."""
 
 import json
 import logging
@@ -28,65 +28,71 @@ from .interface import TrainerInterface
 from .rules import NO_OPTIMIZER_STATE
 
 logger = logging.getLogger(__name__)
-SAVING_FOLDER = ".saving"  # folder in output_dir where a checkpoint is until it is complete
-LAUNCH_KEY = "launch"  # key of `launch_state` among the callbacks' states in trainer_state.json
+SAVING_FOLDER = ".saving"  # folder in output_dir of a checkpoint that is being saved
+LAUNCH_KEY = "launch"  # key of `launch_state` among the states of callbacks in trainer_state.json
 _NAME = re.compile(r"checkpoint-\d+")
-_PARTS = {  # what a checkpoint holds, under the names of each engine
+_PARTS = {
     "weights": ("*model*.safetensors", "*/adapter_model.*", "*model*.bin", "pytorch_model_fsdp_0", "global_step*"),
     "optimizer": ("optimizer.pt", "optimizer.bin", "optimizer_0", "global_step*"),
     "scheduler": ("scheduler.pt", "global_step*"),
     "random state": ("rng_state*.pth",),
 }
-_FORCED = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # torch's variable: torch.load unpickles no code, whoever calls it
-_OTHERS_READ = ("config.json", "adapter_config.json", "latest")
-_TENSORS = (".safetensors", ".bin", ".pt", ".pth", ".distcp")
+"""Parts of a checkpoint, with patterns of their files for all engines."""
+_WEIGHTS_ONLY_VARIABLE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # prevents torch.load from unpickling code, for all callers
+_CONFIG_NAMES = ("config.json", "adapter_config.json", "latest")
+_TENSOR_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".distcp")
+_INCOMPLETE = "the complete "
+"""Start of the name of a file that is missing or has changed."""
 
 
-# ---- written
+# ---- saving
 
 
 @contextmanager
-def atomic_checkpoint(trainer: Any) -> Iterator[str]:
-    """The folder `output_dir/.saving` for a checkpoint, which is then renamed; older ones are deleted. On all ranks."""
+def atomic_checkpoint(trainer: TrainerInterface) -> Iterator[str]:
+    """Yield the folder `output_dir/.saving` to save a checkpoint in, then rename the checkpoint and delete old ones.
+
+    All ranks call it.
+    """
     args = trainer.args
-    state = trainer.state
+    state: Any = trainer.state
     accelerator = trainer.accelerator
     run = Path(args.output_dir)
     name = f"checkpoint-{state.global_step}"
     if args.should_save:
-        shutil.rmtree(run / SAVING_FOLDER, ignore_errors=True)  # of a run that was killed
+        shutil.rmtree(run / SAVING_FOLDER, ignore_errors=True)  # left by a run that was killed
     accelerator.wait_for_everyone()
     yield str(run / SAVING_FOLDER)
-    # HF has looked for the best checkpoint in .saving; in the folder one of that step may be of an earlier run
+    # Trainer has looked for the best checkpoint in .saving. In output_dir, that of this step may be of an earlier run.
     if state.best_global_step == state.global_step:
         state.best_model_checkpoint = str(run / name)
     accelerator.wait_for_everyone()
     if args.should_save:
         new = run / SAVING_FOLDER / name
-        files = {str(file.relative_to(new)): fingerprint(file) for file in new.rglob("*") if _is_read(file)}
+        files = {str(file.relative_to(new)): fingerprint(file) for file in new.rglob("*") if _is_loaded(file)}
         state.stateful_callbacks[LAUNCH_KEY] = launch_state(trainer) | {
             "files": files,
             "run": trainer.run_description,
             "wandb": reporters.wandb_id(),
         }
         state.save_to_json(str(new / "trainer_state.json"))
-        # a kill at any moment leaves whole folders: one is renamed in, and renamed away before it is deleted
-        if (run / name).exists():  # the same step of an earlier run
+        # Folders are renamed into and out of output_dir, so that a kill at any moment leaves only complete ones.
+        if (run / name).exists():  # from an earlier run
             (run / name).rename(run / SAVING_FOLDER / "replaced")
         new.rename(run / name)
         if (limit := args.save_total_limit or 0) > 0:
-            # oldest first; the best and the newest stand last and are always kept
-            known = state.best_model_checkpoint
-            found = [Path(path) for path in sort_checkpoints(str(run), use_mtime=True, best_model_checkpoint=known)]
-            kept = max(limit, len({found[-1], Path(known or found[-1])}))
-            for old in found[:-kept]:
+            # oldest first; the best and the newest are last and always kept
+            best = state.best_model_checkpoint
+            folders = [Path(path) for path in sort_checkpoints(str(run), use_mtime=True, best_model_checkpoint=best)]
+            limit = max(limit, len({folders[-1], Path(best or folders[-1])}))
+            for old in folders[:-limit]:
                 old.rename(run / SAVING_FOLDER / old.name)
         shutil.rmtree(run / SAVING_FOLDER)
     accelerator.wait_for_everyone()
 
 
 def launch_state(trainer: TrainerInterface) -> dict[str, Any]:
-    """What must be the same again for a resumed run to go on as if nothing had happened."""
+    """Return the properties of the launch that a resumed run must have in common with the run that it continues."""
     accelerator = trainer.accelerator
     name = engine.engine_name(trainer.accelerator)
     if name == "fsdp2":
@@ -95,84 +101,96 @@ def launch_state(trainer: TrainerInterface) -> dict[str, Any]:
     return {"engine": name, "processes": accelerator.num_processes, "rows_per_step": rows}
 
 
-# ---- found again
+# ---- resumption
 
 
-def find_checkpoint(output_dir: str | os.PathLike[str], newest: float = inf) -> str | None:
-    """The newest complete `checkpoint-N` in `output_dir`, or None; the log names what is passed over.
+def find_checkpoint(output_dir: str | os.PathLike[str], max_step: float = inf) -> str | None:
+    """Return the newest complete `checkpoint-N` in a folder, or None. Incomplete ones are logged.
 
-    newest: the largest N that is looked at.
+    Args:
+        output_dir: The folder.
+        max_step: Largest N to consider.
     """
     for path in map(Path, reversed(sort_checkpoints(str(output_dir)))):
-        if not _NAME.fullmatch(path.name) or _step(path) > newest:
-            continue  # HF takes checkpoint-5-tmp for one too
-        if not (absent := incomplete_parts(path)):
+        if not _NAME.fullmatch(path.name) or _step(path) > max_step:
+            continue  # sort_checkpoints also returns checkpoint-5-tmp
+        if not (missing := incomplete_parts(path)):
             return str(path)
-        logger.warning("%s is incomplete, without %s: passed over", path, ", ".join(absent))
+        logger.warning("%s is incomplete, without %s. It is skipped", path, ", ".join(missing))
     return None
 
 
 def step_in_output_dir(trainer: TrainerInterface, resumed: str | bool | None) -> int | None:
-    """The step of a checkpoint that is resumed, where it is one of this run's own folder."""
+    """Return the step of the resumed checkpoint if it is in the output folder of this run, else None."""
     folder = Path(resumed).resolve() if isinstance(resumed, str) else Path()
-    own = folder.parent == Path(trainer.args.output_dir).resolve() and _NAME.fullmatch(folder.name)
-    return _step(folder) if own else None
+    is_inside = folder.parent == Path(trainer.args.output_dir).resolve() and _NAME.fullmatch(folder.name)
+    return _step(folder) if is_inside else None
 
 
 def wandb_id(checkpoint: str | bool | None) -> str | None:
-    """The id of the W&B run that wrote a checkpoint."""
-    return None if not isinstance(checkpoint, str) else _state(Path(checkpoint)).get("wandb")
+    """Return the id of the W&B run that wrote a checkpoint, or None."""
+    return None if not isinstance(checkpoint, str) else _stored_launch(Path(checkpoint)).get("wandb")
 
 
-def _state(checkpoint: Path) -> dict[str, Any]:
-    """What `atomic_checkpoint` has noted in a readable checkpoint; nothing in one of another package."""
+def _stored_launch(checkpoint: Path) -> dict[str, Any]:
+    """Return the entry that `atomic_checkpoint` has stored in a checkpoint, empty if another package wrote it."""
     state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
     return state.get("stateful_callbacks", {}).get(LAUNCH_KEY) or {}
 
 
-def resolve_checkpoint(trainer: TrainerInterface, wanted: str | bool | None) -> str | None:
-    """The folder that `train(resume_from_checkpoint=wanted)` means: a folder, "auto" or True; None is a fresh start.
+def resolve_checkpoint(trainer: TrainerInterface, request: str | bool | None) -> str | None:
+    """Return the folder of the checkpoint to resume, or None to start a new run.
 
-    Raises InputError on all ranks where True finds none, where machines do not share one, and where this run could not
-    go on as the one that wrote it.
+    Args:
+        trainer: The trainer.
+        request: Argument `resume_from_checkpoint` of `train`: a folder, "auto", True or None.
+
+    Raises:
+        InputError: On all ranks, if True finds no checkpoint, if machines have no common one, or if this run would not
+            continue the run that wrote it.
     """
-    if wanted in (True, "auto"):
+    if request in (True, "auto"):
         if trainer.args.save_only_model:
             raise InputError(NO_OPTIMIZER_STATE)
         folder = trainer.args.output_dir
-        found = _find_common(trainer)
-        if found is None and wanted is True:
-            raise InputError(f"resume_from_checkpoint: there is no complete checkpoint in {folder}")
-        if found is None:
-            logger.info("no complete checkpoint in %s: a fresh start", folder)
-        wanted = found
-    if not isinstance(wanted, str):
+        newest = _find_common(trainer)
+        if newest is None and request is True:
+            raise InputError(
+                f"resume_from_checkpoint: there is no complete checkpoint in {folder}. Use auto, which then starts a new "
+                "run"
+            )
+        if newest is None:
+            logger.info("no complete checkpoint in %s, starting a new run", folder)
+        request = newest
+    if not isinstance(request, str):
         return None
-    # each machine looks at its own disk, and all ranks hear what is wrong with any
-    problems = gather_object([next(resume_problems(trainer, Path(wanted)), None)])
+
+    # each machine checks its own disk, and all ranks raise the first problem of any
+    problems = gather_object([next(resume_problems(trainer, Path(request)), None)])
     if problem := next(filter(None, problems), None):
         raise InputError(problem)
-    logger.info("resuming %s", wanted)
-    return wanted
+    logger.info("resuming %s", request)
+    return request
 
 
 def _find_common(trainer: TrainerInterface) -> str | None:
-    """The newest complete checkpoint in output_dir that each machine has, or None where no machine has any."""
+    """Return the newest complete checkpoint in output_dir that each machine has, or None if no machine has any."""
     args = trainer.args
-    newest = inf
+    is_local_first = args.local_process_index == 0
+    max_step = inf
     while True:
-        own = find_checkpoint(args.output_dir, newest) if args.local_process_index == 0 else None
-        said = gather_object([(args.local_process_index == 0, own and Path(own).name)])
-        names = {rank: name for rank, (asked, name) in enumerate(said) if asked}
+        newest = find_checkpoint(args.output_dir, max_step) if is_local_first else None
+        gathered = gather_object([(is_local_first, newest and Path(newest).name)])
+        names = {rank: name for rank, (is_first, name) in enumerate(gathered) if is_first}
         if len(set(names.values())) == 1:
             return names[0] and str(Path(args.output_dir, names[0]))
         if None in names.values():
-            seen = ", ".join(f"rank {rank}: {name or 'none'}" for rank, name in names.items())
+            listed = ", ".join(f"rank {rank}: {name or 'none'}" for rank, name in names.items())
             raise InputError(
                 f"resume_from_checkpoint: the machines have no complete checkpoint in common in {args.output_dir} "
-                f"({seen}): put output_dir on a disk that all share, or copy a checkpoint to each"
+                f"({listed}). Put output_dir on a shared disk, or copy a checkpoint to each machine"
             )
-        newest = min(_step(Path(str(name))) for name in names.values())
+        max_step = min(_step(Path(str(name))) for name in names.values())
 
 
 def _step(checkpoint: Path) -> int:
@@ -180,35 +198,36 @@ def _step(checkpoint: Path) -> int:
 
 
 def incomplete_parts(folder: Path) -> list[str]:
-    """What keeps a checkpoint from being resumed: parts that are not there, and what `damaged_files` says."""
-    absent = missing_parts(folder)
-    return absent + [name for name in damaged_files(folder) if not (absent and name.startswith("the whole of"))]
+    """Return the missing parts and damaged files that prevent a checkpoint from being resumed."""
+    missing = missing_parts(folder)
+    return missing + [name for name in damaged_files(folder) if not (missing and name.startswith(_INCOMPLETE))]
 
 
 def missing_parts(folder: Path) -> list[str]:
-    """Parts of a checkpoint of which no file is there."""
+    """Return the parts of a checkpoint that have no file."""
     return [name for name, patterns in _PARTS.items() if not any(any(folder.glob(p)) for p in patterns)]
 
 
 def damaged_files(folder: Path) -> list[str]:
-    """What in a checkpoint is not as it was written: files that are gone, shorter, changed or unreadable."""
+    """Return the files of a checkpoint that are missing, truncated, changed or unreadable."""
     try:
         state = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
         state["global_step"]
         files = state.get("stateful_callbacks", {}).get(LAUNCH_KEY, {}).get("files", {})
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return ["trainer_state.json"]
-    found = [
-        f"the whole of {name}"
-        for name, then in files.items()
-        if not (file := folder / name).is_file() or (file.suffix in _TENSORS and fingerprint(file) != then)
+    changed = [
+        f"{_INCOMPLETE}{name}"
+        for name, stored in files.items()
+        if not (file := folder / name).is_file() or (file.suffix in _TENSOR_SUFFIXES and fingerprint(file) != stored)
     ]
-    unread = [str(file.relative_to(folder)) for file in sorted(folder.rglob("*")) if not _is_readable(file)]
-    return list(dict.fromkeys(found + [f"a readable {name}" for name in unread if f"the whole of {name}" not in found]))
+    unreadable = [str(file.relative_to(folder)) for file in sorted(folder.rglob("*")) if not _is_readable(file)]
+    unreadable = [f"a readable {name}" for name in unreadable if f"{_INCOMPLETE}{name}" not in changed]
+    return list(dict.fromkeys(changed + unreadable))
 
 
 def fingerprint(file: Path) -> list[Any]:
-    """[bytes, a hash of them: of large files of 64 blocks, evenly spread]."""
+    """Return the size of a file in bytes and a hash of its content, for a large file of 64 evenly spaced blocks."""
     size = file.stat().st_size
     block = 2**14
     digest = xxhash.xxh3_64()
@@ -219,13 +238,13 @@ def fingerprint(file: Path) -> list[Any]:
     return [size, digest.hexdigest()]
 
 
-def _is_read(file: Path) -> bool:
-    """Does a resumed run read this file of a checkpoint?"""
-    return file.suffix in _TENSORS or file.name in _OTHERS_READ
+def _is_loaded(file: Path) -> bool:
+    """Return whether a resumed run loads a file of a checkpoint."""
+    return file.suffix in _TENSOR_SUFFIXES or file.name in _CONFIG_NAMES
 
 
 def _is_readable(file: Path) -> bool:
-    """Has a file of a checkpoint the form of its kind? Looks at its beginning and end alone."""
+    """Return whether a file has a valid format, judged by its start and end."""
     try:
         if file.name in ("config.json", "adapter_config.json") or file.name.endswith(".index.json"):
             return isinstance(json.loads(file.read_text(encoding="utf-8")), dict)
@@ -233,15 +252,15 @@ def _is_readable(file: Path) -> bool:
             with safe_open(file, framework="pt"):
                 return True
         if file.suffix in (".pt", ".pth", ".bin"):
-            with file.open("rb") as opened:  # torch's zip files, and pickles as DeepSpeed writes them
+            with file.open("rb") as opened:  # zip files of torch, and pickles of DeepSpeed
                 return opened.read(2) in (b"PK", b"\x80\x02") and file.stat().st_size > 2
     except (OSError, ValueError, SafetensorError):
         return False
     return True
 
 
-def resume_problems(trainer: Any, checkpoint: Path) -> Iterator[str]:
-    """Why this run would not go on as the one that wrote the checkpoint; the first is to be told."""
+def resume_problems(trainer: TrainerInterface, checkpoint: Path) -> Iterator[str]:
+    """Yield the reasons why this run would not continue the run that wrote a checkpoint, the most important first."""
     adapter = (checkpoint / "adapter_config.json").exists()
     this = f"the checkpoint {checkpoint}"
     weights = f"model.name_or_path={checkpoint} model.from_scratch=false"
@@ -250,83 +269,94 @@ def resume_problems(trainer: Any, checkpoint: Path) -> Iterator[str]:
     restart = f"start a new run from its weights ({weights})"
     if not checkpoint.is_dir():
         yield f"resume_from_checkpoint: there is no folder {checkpoint}{path_hint(checkpoint)}"
-    if bad := damaged_files(checkpoint):
-        yield f"{this} is damaged, without {', '.join(bad)}: take another, or auto"
-    if (absent := missing_parts(checkpoint)) and "weights" not in absent:
-        yield f"{this} has weights, but no {', '.join(absent)} (save_only_model): {restart}"
-    then = _state(checkpoint)
-    now = launch_state(trainer)
-    if trainer.run_description and not then.get("run"):
-        logger.info("%s does not say which settings wrote it: they are not compared with those of this run", checkpoint)
-    if not then:
-        return  # not written by this package
-    (engine_then, processes_then, rows_then), (engine_now, processes_now, rows_now) = (
-        [each[key] for key in ("engine", "processes", "rows_per_step")] for each in (then, now)
+    if damaged := damaged_files(checkpoint):
+        yield f"{this} is damaged, without {', '.join(damaged)}. Use another checkpoint, or auto"
+    if (missing := missing_parts(checkpoint)) and "weights" not in missing:
+        yield f"{this} has weights, but no {', '.join(missing)} (save_only_model). Instead, {restart}"
+
+    stored = _stored_launch(checkpoint)
+    launch = launch_state(trainer)
+    if trainer.run_description and not stored.get("run"):
+        logger.info("%s does not store the settings of its run, so they are not compared with this run", checkpoint)
+    if not stored:
+        return  # written by another package
+    stored_engine, stored_processes, stored_rows = (stored[key] for key in ("engine", "processes", "rows_per_step"))
+    engine_name, processes, rows = (launch[key] for key in ("engine", "processes", "rows_per_step"))
+
+    # a single process and DDP write the same files, on rank 0
+    if stored_engine != engine_name and not {stored_engine, engine_name} <= {"single", "ddp"}:
+        problem = (
+            f"was written under {stored_engine} and this run is {engine_name}, which cannot load its optimizer state"
+        )
+        yield f"{this} {problem}. Launch with the same engine, or {restart}"
+    if engine_name.startswith("zero") and stored_processes != processes:
+        counts = f"was written by {stored_processes} processes and this run has {processes}"
+        reason = f"DeepSpeed has sharded its optimizer state for {stored_processes}"
+        yield f"{this} {counts}, but {reason}. Launch as many processes, or {restart}"
+    if stored_rows != rows and not trainer.args.ignore_data_skip:
+        problem = f"trained {stored_rows} rows per step and this run {rows}, so rows would be skipped or repeated"
+        fix = "Keep per_device_train_batch_size x gradient_accumulation_steps x processes"
+        yield f"{this} {problem}. {fix}, or set ignore_data_skip to restart the epoch"
+
+    description = dict(trainer.run_description)
+    if Path(trainer.scored[0].config.name_or_path or "") == checkpoint:
+        description.pop("start_weights", None)  # the model was loaded from the checkpoint itself
+    stored_description = stored.get("run", {})
+    differences = run_fingerprint.differences(
+        stored_description, description, trainer.args.resume_despite, trainer.method.groups
     )
-    # one process and DDP write the same files, whole on rank 0
-    if engine_then != engine_now and not {engine_then, engine_now} <= {"single", "ddp"}:
-        problem = "its optimizer state cannot be read here. Launch as before"
-        yield f"{this} was written under {engine_then} and this run is {engine_now}: {problem}, or {restart}"
-    if engine_now.startswith("zero") and processes_then != processes_now:
-        counts = f"was written by {processes_then} processes and this run has {processes_now}"
-        yield f"{this} {counts}: DeepSpeed cut its optimizer state for the former. Launch as many, or {restart}"
-    if rows_then != rows_now and not trainer.args.ignore_data_skip:
-        mend = "keep per_device_train_batch_size x gradient_accumulation_steps x processes, or set ignore_data_skip"
-        problem = f"rows would be skipped or seen twice: {mend} to begin the epoch again"
-        yield f"{this} trained {rows_then} rows a step and this run {rows_now}, so {problem}"
-    now_run = dict(trainer.run_description)
-    if Path(trainer.scored[0].config.name_or_path) == checkpoint:
-        now_run.pop("start_weights", None)  # the model was loaded from the checkpoint, which has them anyway
-    if found := run_fingerprint.differences(
-        then.get("run", {}), now_run, trainer.args.resume_despite, trainer.method.groups
-    ):
-        lines = list(found.values())
-        sections = dict.fromkeys(key.partition(".")[0] for key in found)
-        way = f"{restart}, or set train.resume_despite: [{join_names(sections)}]"
-        if fixed := [key for key in found if key in run_fingerprint.OPTIMIZER_STATE_OPTIONS]:
-            way = f"or {restart}: the optimizer keeps the former {join_names(fixed)}"
-        more = f"; {len(lines) - 6} more" if len(lines) > 6 else ""
-        yield f"{this} was written with other settings: {'; '.join(lines[:6])}{more}. To resume, set them back, {way}"
+    if differences:
+        lines = list(differences.values())
+        sections = dict.fromkeys(key.partition(".")[0] for key in differences)
+        fix = f"Restore the settings, {restart}, or set train.resume_despite: [{join_names(sections)}]"
+        if fixed := [key for key in differences if key in run_fingerprint.OPTIMIZER_STATE_OPTIONS]:
+            fix = f"Restore the settings, or {restart} (the optimizer keeps the former {join_names(fixed)})"
+        omitted = f"; {len(lines) - 6} more" if len(lines) > 6 else ""
+        yield f"{this} was written with other settings: {'; '.join(lines[:6])}{omitted}. {fix}"
 
 
 def _find_best(state: TrainerState, output_dir: str, resumed: Path) -> str | None:
-    """The best checkpoint of a run that is resumed: in output_dir, next to the one that is, since the folder may have
-    been moved, or where it was. By its logs it is told from one that another run has left there.
+    """Return the best checkpoint of a resumed run, or None.
+
+    It is searched in output_dir, next to the resumed checkpoint (since the folder may have been moved), and at its
+    stored path. A checkpoint that another run has left there is recognized by its logs.
     """
     if not state.best_global_step:
         return None
     name = f"checkpoint-{state.best_global_step}"
-    # output_dir first: where old ones are deleted, the best is known by its path as that spells it
-    for place in (Path(output_dir, name), resumed.parent / name, Path(state.best_model_checkpoint or name)):
+    # output_dir is first, because the deletion of old checkpoints compares the path of the best one as a string
+    for folder in (Path(output_dir, name), resumed.parent / name, Path(state.best_model_checkpoint or name)):
         with suppress(OSError, ValueError):
-            logged = json.loads((place / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
-            if json.dumps(logged) == json.dumps(state.log_history[: len(logged)]):  # as text, for NaN
-                logger.info("the best checkpoint is %s", place)
-                return str(place)
+            logs = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
+            if json.dumps(logs) == json.dumps(state.log_history[: len(logs)]):  # as strings, because NaN != NaN
+                logger.info("the best checkpoint is %s", folder)
+                return str(folder)
     return None
 
 
-def _restore_callbacks(trainer: Any) -> None:
-    """Give the callbacks what they had counted when the checkpoint was written, such as the patience of early stopping.
-    What they were given when they were made stays as it is now.
+def _restore_callbacks(trainer: TrainerInterface) -> None:
+    """Restore the attributes of callbacks, such as the count of early stopping, from the checkpoint.
+
+    Their arguments stay those of this run.
     """
-    of_class: dict[str, list[Any]] = {}
+    trainer_state: Any = trainer.state
+    by_class: dict[str, list[Any]] = {}
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, ExportableState):
-            of_class.setdefault(type(callback).__name__, []).append(callback)
-    for name, callbacks in of_class.items():
-        # HF's next save looks for each name, and of several of a class adds their states to a list at each save
+            by_class.setdefault(type(callback).__name__, []).append(callback)
+    for name, callbacks in by_class.items():
+        # The next save of Trainer requires each name. It appends the states of several callbacks of a class to a list.
         new: Any = TrainerState(stateful_callbacks=callbacks).stateful_callbacks
-        kept = trainer.state.stateful_callbacks.setdefault(name, new[name])
-        latest = kept[-len(callbacks) :] if isinstance(kept, list) else [kept]
-        for callback, found in zip(callbacks, latest, strict=False):
-            for attribute, value in found["attributes"].items():
+        stored = trainer_state.stateful_callbacks.setdefault(name, new[name])
+        latest = stored[-len(callbacks) :] if isinstance(stored, list) else [stored]
+        for callback, state in zip(callbacks, latest, strict=False):
+            for attribute, value in state["attributes"].items():
                 setattr(callback, attribute, value)
 
 
 @contextmanager
 def input_error_on_load(checkpoint: str | None) -> Iterator[None]:
-    """Raises InputError where files of a checkpoint are not those of this run's model and optimizer."""
+    """Convert errors about files of another model or optimizer into an InputError."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -334,16 +364,17 @@ def input_error_on_load(checkpoint: str | None) -> Iterator[None]:
     except (ValueError, RuntimeError, LookupError, OSError, EOFError, UnpicklingError, SafetensorError) as error:
         problem = " ".join(str(error).split())[:300]
         raise InputError(
-            f"the checkpoint {checkpoint} cannot be loaded into this run ({problem}): resume it with the model, "
+            f"the checkpoint {checkpoint} cannot be loaded into this run ({problem}). Resume it with the model, "
             "adapter and optimizer of the run that wrote it, or start a new run from its weights"
         ) from error
 
 
 @contextmanager
 def safe_unpickling(trainer: TrainerInterface) -> Iterator[None]:
-    """DeepSpeed unpickles whatever its checkpoints hold, code too: inside, tensors and its own records alone are read.
+    """Prevent DeepSpeed from unpickling code in a checkpoint. Only tensors and its own classes are allowed.
 
-    Raises InputError for anything else, unless `pickle` is in resume_despite.
+    Raises:
+        InputError: If a checkpoint has anything else and `pickle` is not in `resume_despite`.
     """
     if not engine.zero_stage(trainer.accelerator) or "pickle" in as_names(trainer.args.resume_despite):
         yield
@@ -352,47 +383,52 @@ def safe_unpickling(trainer: TrainerInterface) -> Iterator[None]:
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
 
-    before = os.environ.get(_FORCED)
-    os.environ[_FORCED] = "1"
+    before = os.environ.get(_WEIGHTS_ONLY_VARIABLE)
+    os.environ[_WEIGHTS_ONLY_VARIABLE] = "1"
     try:
         with torch.serialization.safe_globals([LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]):
             yield
     except UnpicklingError as error:
-        found = re.search(r"GLOBAL (\S+)", str(error))
+        symbol = re.search(r"GLOBAL (\S+)", str(error))
         raise InputError(
-            f"the checkpoint would run code when DeepSpeed reads it ({found[1] if found else 'a pickle'}): if it is of "
-            "your own writing, train.resume_despite: [pickle] lets it"
+            f"the checkpoint would run code when DeepSpeed reads it ({symbol[1] if symbol else 'a pickle'}). If you "
+            "trust it, set train.resume_despite: [pickle]"
         ) from error
     finally:
-        os.environ.pop(_FORCED) if before is None else os.environ.update({_FORCED: before})
+        os.environ.pop(_WEIGHTS_ONLY_VARIABLE) if before is None else os.environ.update(
+            {_WEIGHTS_ONLY_VARIABLE: before}
+        )
 
 
 class ResumeMixin(TrainerInterface):
-    """The state from which `PostTrainer` starts or resumes."""
+    """Methods of `PostTrainer` that start or resume a run."""
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        """Return the passes that are done, and the micro-batches of the next pass to skip.
+        """Return the number of completed passes, and of micro-batches to skip in the next pass.
 
-        A resumed run logs, evaluates and saves as often as its own options say, its callbacks continue, and its best
-        checkpoint is found. Trainer takes all steps of a stream as its first pass; but `epoch` counts the passes that
-        are done, and each step since then as 1 / max_steps. Raises InputError where the checkpoint is of a later step
-        than the last one of this run.
+        A resumed run logs, evaluates and saves at the intervals of its own options. Its callbacks continue, and its
+        best checkpoint is found. Trainer counts all steps of a stream as its first pass. In the stored state, `epoch`
+        is the number of completed passes, plus 1 / max_steps for each step since then.
+
+        Raises:
+            InputError: If the step of the checkpoint is after the last step of this run.
         """
-        found = super()._init_training_state(*args, **kwargs)
+        progress = super()._init_training_state(*args, **kwargs)
         checkpoint = args[3]
         if self.state.global_step > (planned := self.state.max_steps):
             raise InputError(
-                f"the checkpoint {checkpoint} is of step {self.state.global_step}, and this run takes {planned}: raise "
-                "max_steps or num_train_epochs, or train into another output_dir"
+                f"the checkpoint {checkpoint} is of step {self.state.global_step}, and this run ends at {planned}. "
+                "Raise max_steps or num_train_epochs, or set another output_dir"
             )
         if checkpoint is not None:
-            self.state.compute_steps(self.args, planned)  # how often it logs, evaluates and saves may change
+            self.state.compute_steps(self.args, planned)  # intervals may differ from those of the former run
             _restore_callbacks(self)
             self.state.best_model_checkpoint = _find_best(self.state, self.args.output_dir, Path(checkpoint))
         if checkpoint is None or has_length(self.train_dataset):
-            return found
-        whole = json.loads(Path(checkpoint, "trainer_state.json").read_text(encoding="utf-8"))["max_steps"]
-        if (steps := round((self.state.epoch or 0) * whole)) == self.state.global_step:
-            return found  # in the first pass
-        skipped = 0 if self.args.ignore_data_skip else steps % whole
-        return steps // whole, skipped * self.args.gradient_accumulation_steps
+            return progress
+        stored_max_steps = json.loads(Path(checkpoint, "trainer_state.json").read_text(encoding="utf-8"))["max_steps"]
+        steps = round((self.state.epoch or 0) * stored_max_steps)
+        if steps == self.state.global_step:
+            return progress  # in the first pass
+        skipped = 0 if self.args.ignore_data_skip else steps % stored_max_steps
+        return steps // stored_max_steps, skipped * self.args.gradient_accumulation_steps

@@ -1,4 +1,4 @@
-"""How PostTrainer evaluates: the training losses without gradient, added up exactly over the whole set."""
+"""Evaluation of PostTrainer: the training losses without gradient, averaged exactly over the whole data set."""
 
 from dataclasses import replace
 from typing import Any
@@ -22,7 +22,7 @@ from .loss_output import MetricAverager
 
 
 def full_logits(model: nn.Module, batch: MicroBatch) -> Tensor:
-    """Return the logits of a batch, [R, L, V], for `compute_metrics`. Training does not make them."""
+    """Return the logits of a batch, [R, L, V], for `compute_metrics`. Training does not compute them."""
 
     def scorer(head: forward.LMHead, hidden: Tensor) -> dict[str, Tensor]:
         return {"logits": head.logits(hidden)}
@@ -36,13 +36,18 @@ class EvaluationMixin(TrainerInterface):
     def prediction_step(  # type: ignore[override]
         self, model: nn.Module, inputs: MicroBatch, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor | None, Any, Any]:
-        """Add the losses of a micro-batch to the meter. Return its mean loss, and predictions for `compute_metrics`."""
-        given = inputs
+        """Add the losses of a micro-batch to the meter.
+
+        Returns:
+            The mean loss, and the predictions and labels for `compute_metrics`.
+        """
+        original = inputs
         inputs = mask_duplicate_rows(inputs, self.accelerator).to(self.args.device)
         if inputs.attention_mask is not None and "inputs" in self.args.include_for_metrics:
-            # Trainer gives these to `compute_metrics`, a row for each example: of a pair the chosen answer, then -100
+            # Trainer passes these to `compute_metrics`. Each example is one row, a pair its chosen answer, padded with
+            # -100.
             ids = inputs.input_ids.masked_fill(inputs.attention_mask == 0, IGNORE)
-            given.input_ids = ids.view(len(inputs.index), -1, ids.shape[-1])[:, 0]
+            original.input_ids = ids.view(len(inputs.index), -1, ids.shape[-1])[:, 0]
         with torch.no_grad(), self.compute_loss_context_manager():
             inputs = self.prepare_evaluation_batch(inputs)
             losses = self.losses(model, inputs)
@@ -52,18 +57,18 @@ class EvaluationMixin(TrainerInterface):
             if prediction_loss_only:
                 return mean, None, None
             if losses.predictions is None:
-                # labels are where Trainer has them, one place after the logits that predict them; the last token of a
-                # row is missing
+                # As in Trainer, labels are one position after the logits that predict them. The last token of a row is
+                # missing.
                 logits = full_logits(model, inputs)
                 labels = inputs.shift_labels
                 return mean, pad(logits, (0, 0, 0, 1)), pad(labels, (1, 0), value=IGNORE)
             return mean, losses.predictions, losses.labels
 
     def _get_dataloader(self, dataset: AnyDataset, *args: Any, **options: Any) -> Any:
-        """Return the dataloader of Trainer.
+        """Return the data loader of Trainer.
 
-        For evaluation and `predict` the rows may be raw, and are read in order; each example is a row of the batch
-        where `compute_metrics` or the caller of `predict` gets rows of logits.
+        In evaluation and `predict` the rows may be raw, and are read in order. If `compute_metrics` or the caller of
+        `predict` gets rows of logits, each example is a row of the batch.
         """
         if options.get("is_training"):
             return super()._get_dataloader(dataset, *args, **options)
@@ -72,9 +77,9 @@ class EvaluationMixin(TrainerInterface):
         predicting = "test" in (*args, options.get("description")) or "inputs" in self.args.include_for_metrics
         if self.compute_metrics is not None or predicting:
             self.data_collator = replace(collator, layout="padded")
-        options["dataloader_key"] = None  # not kept, since HF keeps loaders by a name that such rows lack
+        options["dataloader_key"] = None  # not cached, because Trainer caches loaders by a name that such rows lack
         drop_last = self.args.dataloader_drop_last
-        self.args.dataloader_drop_last = False  # an option for training
+        self.args.dataloader_drop_last = False  # the option applies only to training
         try:
             return super()._get_dataloader(rows, *args, **options)
         finally:
@@ -82,7 +87,11 @@ class EvaluationMixin(TrainerInterface):
             self.args.dataloader_drop_last = drop_last
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """Log, save and evaluate as Trainer does. Raises InputError where evaluation lacks `metric_for_best_model`."""
+        """Log, save and evaluate as Trainer does.
+
+        Raises:
+            InputError: If the metrics of the evaluation lack `metric_for_best_model`.
+        """
         try:
             super()._maybe_log_save_evaluate(*args, **kwargs)
         except KeyError as error:
@@ -91,11 +100,11 @@ class EvaluationMixin(TrainerInterface):
             raise InputError(error.args[0]) from error
 
     def evaluation_loop(self, dataloader: DataLoader[Any], *args: Any, **kwargs: Any) -> Any:
-        """HF's loop, with means over the whole set instead of means of batch means."""
+        """Run the loop of Trainer, with means over the whole data set instead of means of batch means."""
         if not self.ready and engine.changes_weights(self.accelerator):
-            raise InputError("FSDP2 and DeepSpeed cannot evaluate before train(): set eval_on_start: true instead")
+            raise InputError("FSDP2 and DeepSpeed cannot evaluate before train(). Set eval_on_start: true instead")
         self.check_scoring(self.model_wrapped)
-        # what training draws for its dropout does not depend on how often it is evaluated
+        # the random state is preserved, so that dropout in training does not depend on the number of evaluations
         with self.throughput.paused(), preserve_rng(self.args.device):
             self.prepare_evaluation()
             output, metrics = self.evaluate_rows(dataloader, *args, **kwargs)
@@ -106,7 +115,7 @@ class EvaluationMixin(TrainerInterface):
         return output
 
     def evaluate_rows(self, dataloader: DataLoader[Any], *args: Any, **kwargs: Any) -> tuple[Any, dict[str, float]]:
-        """HF's output, and the exact means of losses and metrics over the rows of a loader."""
+        """Return the output of Trainer, and the exact means of losses and metrics over the rows of a loader."""
         self.meters["eval"] = MetricAverager()
         output = super().evaluation_loop(dataloader, *args, **kwargs)
         return output, self.finish_metrics("eval", self.meters["eval"].averages(self.accelerator))

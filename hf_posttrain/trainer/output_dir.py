@@ -1,4 +1,4 @@
-"""The folder that a run writes to: one run at a time in it, and what is said where its disk has no space."""
+"""Output folder of a run: exclusive access, atomic files, and errors of a full disk."""
 
 import json
 import logging
@@ -9,10 +9,11 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from transformers import TrainingArguments
 
 from ..errors import InputError
 from ..monitoring.progress import GIB
@@ -24,25 +25,28 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-LOCK_NAME = "_lock"  # a name that Trainer does not push to the hub
-_held: set[Path] = set()  # folders that this process has locked
-_UNWRITABLE = re.compile(
+LOCK_NAME = "_lock"  # Trainer does not push files with an underscore to the Hub
+_locked_folders: set[Path] = set()
+_WRITE_ERRORS = re.compile(
     r"No space left on device|File too large|Disk quota exceeded|Input/output error|Read-only file system"
     r"|PytorchStreamWriter failed|iostream error|unexpected pos \d+"
-)  # what Python, safetensors, tokenizers and torch say of a write that failed
+)
+"""Messages of Python, safetensors, tokenizers and torch about a failed write."""
 
 
-def write_json(file: Path, content: Any, indent: int | None = 1) -> None:
-    """Write the file, whole or not at all; its folder is made."""
+def write_json(file: Path, content: object, indent: int | None = 1) -> None:
+    """Write a JSON file atomically. Create its folder."""
     file.parent.mkdir(parents=True, exist_ok=True)
     new = file.with_name(f"{file.name}.tmp")
     new.write_text(json.dumps(content, indent=indent, ensure_ascii=False, default=str) + "\n", encoding="utf-8")
     new.replace(file)
 
 
-def lock_file(file: Any) -> None:
-    """Lock an open file until it is closed, or the process that holds it ends, however it does. Raises BlockingIOError
-    where another process has it.
+def lock_file(file: IO[Any]) -> None:
+    """Lock an open file until it is closed or the process ends, also by a kill.
+
+    Raises:
+        BlockingIOError: If another process has locked the file.
     """
     try:
         if fcntl is not None:
@@ -54,13 +58,16 @@ def lock_file(file: Any) -> None:
 
 
 @contextmanager
-def exclusive_access(args: Any) -> Iterator[None]:
-    """Inside, no other process trains in `args.output_dir`; the first rank holds it for all. May be nested.
+def exclusive_access(args: TrainingArguments) -> Iterator[None]:
+    """Lock `args.output_dir` against other runs. The first rank holds the lock for all. Calls may be nested.
 
-    The system lets a lock go with the process that holds it, however that ends. Raises InputError where it is held.
+    The operating system releases the lock when the process ends, also by a kill.
+
+    Raises:
+        InputError: If another run holds the lock.
     """
-    folder = Path(args.output_dir).resolve()
-    if args.process_index != 0 or fcntl is None or folder in _held:
+    folder = Path(str(args.output_dir)).resolve()
+    if args.process_index != 0 or fcntl is None or folder in _locked_folders:
         yield
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -70,47 +77,49 @@ def exclusive_access(args: Any) -> Iterator[None]:
         except BlockingIOError:
             file.seek(0)
             holder = file.read().strip() or "a process"
-            raise InputError(
-                f"output_dir: another run ({holder}) trains in {args.output_dir}: wait for it, or set another"
-            ) from None
+            problem = f"output_dir: another run ({holder}) trains in {args.output_dir}"
+            raise InputError(f"{problem}. Wait for it, or set another output_dir") from None
         file.truncate(0)
         print(f"process {os.getpid()} on {socket.gethostname()}", file=file, flush=True)
-        _held.add(folder)
+        _locked_folders.add(folder)
         try:
             yield
         finally:
-            _held.remove(folder)
-            with suppress(OSError):  # workers of a data loader that stay have the file open, and would keep the lock
+            _locked_folders.remove(folder)
+            with suppress(OSError):  # data loader workers may still have the file open, which would keep the lock
                 fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def min_checkpoint_bytes(model: nn.Module) -> int:
-    """What trained weights take on disk at least."""
+    """Return a lower bound of the size of a checkpoint: the trained weights, in bytes."""
     return sum(getattr(w, "ds_numel", w.numel()) * w.element_size() for w in model.parameters() if w.requires_grad)
 
 
-def check_space(folder: str | Path, wanted: int) -> None:
-    """Raises InputError where the disk of `folder` has less than so many bytes left."""
-    place = next(path for path in (Path(folder).absolute(), *Path(folder).absolute().parents) if path.exists())
-    if (free := shutil.disk_usage(place).free) < wanted:
+def check_space(folder: str | Path, required_bytes: int) -> None:
+    """Raise InputError if the disk of a folder, which need not exist, has less than the required space."""
+    absolute = Path(folder).absolute()
+    existing = next(path for path in (absolute, *absolute.parents) if path.exists())
+    if (free := shutil.disk_usage(existing).free) < required_bytes:
+        required = required_bytes / GIB
         raise InputError(
-            f"{folder} has {free / GIB:.3g} GiB left, and a checkpoint takes {wanted / GIB:.3g} GiB at least: "
-            "free some, or set output_dir, save_total_limit or save_only_model"
+            f"{folder} has {free / GIB:.3g} GiB left, and a checkpoint requires at least {required:.3g} GiB. "
+            "Free disk space, or set output_dir, save_total_limit or save_only_model"
         )
 
 
 @contextmanager
 def input_error_on_write(folder: str | Path) -> Iterator[None]:
-    """A disk that is full, or takes no more for another reason, is an InputError; each library words it otherwise."""
+    """Convert the errors that libraries raise about a full or read-only disk into an InputError."""
     try:
         yield
     except (Exception, CheckpointException) as error:
-        said = _UNWRITABLE.search(str(error))
-        if said or isinstance(error, InputError):
-            shutil.rmtree(Path(folder, checkpoint.SAVING_FOLDER), ignore_errors=True)  # gives space back
-        if said is None or isinstance(error, InputError):
+        write_error = _WRITE_ERRORS.search(str(error))
+        if write_error or isinstance(error, InputError):
+            shutil.rmtree(Path(folder, checkpoint.SAVING_FOLDER), ignore_errors=True)  # frees its space
+        if write_error is None or isinstance(error, InputError):
             raise
+        free = shutil.disk_usage(folder).free / GIB
         raise InputError(
-            f"{folder} could not be written ({said[0]}, {shutil.disk_usage(folder).free / GIB:.3g} GiB left): complete"
-            " checkpoints stay; free some space and go on with resume_from_checkpoint: auto"
+            f"{folder} could not be written ({write_error[0]}, {free:.3g} GiB left). Complete checkpoints are kept. "
+            "Free disk space and resume with resume_from_checkpoint: auto"
         ) from error

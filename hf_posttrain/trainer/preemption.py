@@ -1,4 +1,6 @@
-"""SIGTERM or Ctrl-C to any rank: all ranks finish the optimizer step, or the piece of a round that they draw, save a
+"""Handling of SIGTERM and Ctrl-C.
+
+After a signal to any rank, all ranks finish the optimizer step, or the chunk of a round that they sample, save a
 checkpoint and leave `train`.
 """
 
@@ -21,79 +23,96 @@ logger = logging.getLogger(__name__)
 
 
 class Preemption(TrainerCallback):
-    """Looks after each step, and between pieces of a round, whether any rank was asked to stop.
+    """Callback that stops training after a signal. It is queried after each step and between the chunks of a round.
 
-    happened: was the last run stopped? interrupted: when Ctrl-C was pressed first, or 0; `train` then ends in a
-    KeyboardInterrupt.
+    Attributes:
+        stop_requested: Whether this rank has received a signal.
+        preempted: Whether a signal stopped the last run.
+        interrupt_time: Time of the first Ctrl-C, or 0. If it is not 0, `train` ends in a KeyboardInterrupt.
     """
 
-    def __init__(self, trainer: TrainerInterface):
+    def __init__(self, trainer: TrainerInterface) -> None:
         self.trainer = trainer
         self.accelerator = trainer.accelerator
-        self.stop_requested = self.preempted = False
+        self.stop_requested = False
+        self.preempted = False
         self.interrupt_time = 0.0
         self.group: Any = None
 
     @contextmanager
     def handle_signals(self) -> Iterator[None]:
-        """Around a training; Python lets only the main thread listen."""
+        """Handle the signals during training. Python supports this only in the main thread."""
         self.stop_requested = False
         self.preempted = False
         self.interrupt_time = 0.0
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        handlers = {signal.SIGTERM: lambda *_: setattr(self, "stop_requested", True), signal.SIGINT: self._interrupt}
-        before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+        handlers = {signal.SIGTERM: self._terminate, signal.SIGINT: self._interrupt}
+        previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
         try:
             yield
         finally:
-            for number, handler in before.items():
+            for number, handler in previous.items():
                 signal.signal(number, handler)
 
-    def _interrupt(self, *_: Any) -> None:
-        """Ask once; pressed again it ends the run at once. A launcher sends each Ctrl-C a second time."""
+    def _terminate(self, *_: object) -> None:
+        """Request a stop after SIGTERM."""
+        self.stop_requested = True
+
+    def _interrupt(self, *_: object) -> None:
+        """Request a stop after the first Ctrl-C, and end the run immediately after another one.
+
+        A launcher sends each Ctrl-C twice, so one within two seconds of the first is ignored.
+        """
         if self.interrupt_time and time.monotonic() - self.interrupt_time > 2:
             raise KeyboardInterrupt
         if not self.interrupt_time and self.accelerator.is_main_process:
-            os.write(2, b"\nCtrl-C: saving after this step; again to stop at once\n")  # a logger may be in use just now
+            os.write(2, b"\nCtrl-C: saving after this step; again to stop at once\n")  # a logger may hold its lock
         self.stop_requested = True
         self.interrupt_time = self.interrupt_time or time.monotonic()
 
     def should_stop(self, state: TrainerState, control: TrainerControl) -> bool:
-        """Whether any rank was asked to stop, which ends training. All ranks call it, to stop together."""
-        asked = self.stop_requested
-        # the signal reaches ranks at different moments; they agree on the hosts alone, so no device is waited for
+        """Return whether any rank has received a signal, and stop training if so. All ranks call it."""
+        requested = self.stop_requested
+        # The signal reaches ranks at different times. They agree on the CPU, so that no device is synchronized.
         if self.accelerator.num_processes > 1:
             self.group = self.group or dist.new_group(backend="gloo")
-            most = torch.tensor(float(asked))
-            dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)
-            asked = most.item() > 0
-        if asked:
-            self.preempted = control.should_training_stop = True
-            how = "Ctrl-C" if self.interrupt_time else "SIGTERM"
-            what = f"saving step {state.global_step} and stopping" if state.global_step else "stopping before a step"
-            logger.warning("%s: %s", how, what)
-        return asked
+            maximum = torch.tensor(float(requested))
+            dist.all_reduce(maximum, dist.ReduceOp.MAX, group=self.group)
+            requested = maximum.item() > 0
+        if requested:
+            self.preempted = True
+            control.should_training_stop = True
+            reason = "Ctrl-C" if self.interrupt_time else "SIGTERM"
+            step = state.global_step
+            action = f"saving step {step} and stopping" if step else "stopping before the first step"
+            logger.warning("%s: %s", reason, action)
+        return requested
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Save, and evaluate nothing, since time is short."""
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        """Save without an evaluation after a signal, since time is short."""
         if self.should_stop(state, control):
             control.should_save = True
             control.should_evaluate = False
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Forget the best checkpoint in memory, so that HF neither loads it now nor deletes the new one in its favour;
-        the trainer_state.json on disk still names it.
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+        """Clear the best checkpoint of the state in memory after a signal.
+
+        Otherwise Trainer would load the best checkpoint, or delete the new one in its favour. The trainer_state.json on
+        disk still names it.
         """
         if self.preempted:
             state.best_model_checkpoint = None
 
     def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """This is the middle of an epoch: nothing that is due at its end. Save what no step has saved, as between
-        steps.
+        """Skip the actions of the end of an epoch after a signal, and save a step that has not been saved.
+
+        Training stops within the epoch.
         """
         if self.preempted:
             control.should_save = bool(state.global_step) and self.trainer.saved_step != state.global_step

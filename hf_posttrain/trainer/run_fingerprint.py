@@ -1,6 +1,7 @@
-"""What a run is, written into its checkpoints, and how another run that would resume one differs from it.
+"""Description of a run, stored in its checkpoints, and differences from a run that resumes one of them.
 
-Every option of the Config counts but for those named here, which change no weight; so an option that is new counts.
+Every option of the Config is compared, except for those listed here, which do not change the trained weights. So a new
+option is compared by default.
 """
 
 import json
@@ -21,12 +22,17 @@ from ..models import adapters, score_cache
 from ..monitoring.symptoms import as_names
 from ..scoring import forward
 from .interface import TrainerInterface
+from .method_spec import Method
 from .option_group import OptionGroup, OptionKind
 from .renamed_options import RENAMED, rename_options
 
-_names = lambda text: frozenset(text.split())  # noqa: E731
-WEIGHT_SAMPLE = 64  # values of each weight that tell one model from another
-UNCOMPARED_OPTIONS = _names("""
+
+def _name_set(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+WEIGHT_SAMPLE = 64  # number of values of each weight that are hashed
+UNCOMPARED_OPTIONS = _name_set("""
     output_dir run_name project trackio_space_id trackio_bucket_id trackio_static_space_id report_to disable_tqdm
     log_level log_level_replica log_on_each_node logging_strategy logging_steps logging_first_step
     logging_nan_inf_filter include_num_input_tokens_seen skip_memory_metrics debug stop_on save_strategy
@@ -40,80 +46,90 @@ UNCOMPARED_OPTIONS = _names("""
     fsdp fsdp_config deepspeed parallelism_config ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers
     ddp_static_graph ddp_backend ddp_timeout no_remove_unused_columns teacher_model_name_or_path teacher_model_revision
 """)
-"""Options that may change: what is logged, saved and shown, where and how the same numbers are computed. The engine and
-the rows of a step are compared by `checkpoint.resume_problems`."""
+"""Options that may change: logging, saving, and the place and order in which the same numbers are computed. The engine
+and the rows per step are compared by `checkpoint.resume_problems`."""
 UNCOMPARED_PARTS = frozenset({"accelerator_config.non_blocking"})
-"""The same of parts of an option: checkpoints describe them, and they are not compared."""
-EVALUATION_OPTIONS = _names("""
+"""Parts of options that may change. Checkpoints store them, and they are not compared."""
+EVALUATION_OPTIONS = _name_set("""
     eval_strategy eval_steps eval_delay eval_on_start eval_exact_match eval_max_completion_length eval_dataset
     eval_do_concat_batches eval_use_gather_object eval_accumulation_steps per_device_eval_batch_size
     prediction_loss_only include_for_metrics bf16_full_eval fp16_full_eval
 """)
-"""Options that may change where nothing depends on evaluations: no best model is looked for, no rate follows them."""
-OPTIMIZER_STATE_OPTIONS = _names("""
+"""Options that may change if no best model is selected, and if the learning rate does not depend on evaluations."""
+OPTIMIZER_STATE_OPTIONS = _name_set("""
     optim optim_args optim_target_modules learning_rate lr_scheduler_type weight_decay adam_beta1 adam_beta2
     adam_epsilon
 """)
-"""Options whose former value comes with the optimizer's state: a new one would have no effect."""
+"""Options whose value is part of the optimizer state, so that a new one would have no effect."""
 
 
-def describe_run(trainer: Any) -> dict[str, Any]:
-    """{name: JSON} of everything that the trained weights depend on. Reads every prepared row once."""
+def describe_run(trainer: TrainerInterface) -> dict[str, Any]:
+    """Return everything that the trained weights depend on, as JSON values by name. Every prepared row is read once."""
     args = trainer.args
     policy = forward.unwrap_model(trainer.model)
     options = args.to_dict()
-    follows = options["metric_for_best_model"] or options["lr_scheduler_type"] in ("reduce_lr_on_plateau", "greedy")
-    left_out = UNCOMPARED_OPTIONS if follows else UNCOMPARED_OPTIONS | EVALUATION_OPTIONS
-    found = {"method": trainer.method.name} | {name: options[name] for name in options if name not in left_out}
-    found |= {name: value.fingerprint() for name, value in vars(args).items() if isinstance(value, OptionKind)}
-    # the length of a run shapes its learning rate, if that is not constant
-    kind = options["lr_scheduler_type"]
+    scheduler = options["lr_scheduler_type"]
+    depends_on_evaluation = options["metric_for_best_model"] or scheduler in ("reduce_lr_on_plateau", "greedy")
+    omitted = UNCOMPARED_OPTIONS if depends_on_evaluation else UNCOMPARED_OPTIONS | EVALUATION_OPTIONS
+    description = {"method": trainer.method.name} | {name: options[name] for name in options if name not in omitted}
+    description |= {name: value.fingerprint() for name, value in vars(args).items() if isinstance(value, OptionKind)}
+    # the learning rate depends on the length of the run if it is not constant
     warmup = args.warmup_steps or 0
-    if kind == "constant" or (kind == "constant_with_warmup" and (warmup >= 1 or not warmup)):
-        del found["num_train_epochs"], found["max_steps"]
+    if scheduler == "constant" or (scheduler == "constant_with_warmup" and (warmup >= 1 or not warmup)):
+        del description["num_train_epochs"], description["max_steps"]
     elif args.max_steps > 0:
-        del found["num_train_epochs"]
+        del description["num_train_epochs"]
     adapter = policy.peft_config[policy.active_adapter].to_dict() if isinstance(policy, peft.PeftModel) else {}
-    unread = ("base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping", "runtime_config")
+    ignored = (
+        "base_model_name_or_path",
+        "revision",
+        "inference_mode",
+        "peft_version",
+        "auto_mapping",
+        "runtime_config",
+    )
     causal = forward.causal_lm(policy)
-    found |= {
+    description |= {
         "model": score_cache.numeric_config(causal)
         | {"class": sharded.original_class(causal).__name__, "dtype": str(causal.dtype)},
         "base_weights": trainer.base_key,
         "start_weights": trainer.start_key,
         "second_model": trainer.second_key,
-        "adapter": {"peft_type": None} | {name: value for name, value in adapter.items() if name not in unread},
+        "adapter": {"peft_type": None} | {name: value for name, value in adapter.items() if name not in ignored},
         "train_dataset": describe_rows(trainer, trainer.train_dataset),
     }
     rounds = getattr(args, "rounds", None)
-    found["rounds"] = rounds and rounds.fingerprint()
-    if rounds:  # where one begins depends on the length of a run, whatever its learning rate does
-        found |= {"num_train_epochs": args.passes, "max_steps": args.max_steps}
+    description["rounds"] = rounds and rounds.fingerprint()
+    if rounds:  # the steps at which rounds start depend on the length of the run, whatever its learning rate
+        description |= {"num_train_epochs": args.passes, "max_steps": args.max_steps}
     if not isinstance(trainer.train_dataset, datasets.Dataset):
-        if trainer.recipe:  # not all rows of a stream are known
+        if trainer.recipe:  # the rows of a stream cannot all be hashed
             sources = trainer.recipe["data"]["train"]
             sources = sources if isinstance(sources, list) else [sources]
-            found["data"] = {str(n): source | {"path": None} for n, source in enumerate(sources)}
-        found["dataloader_num_workers"] = args.dataloader_num_workers  # share a stream's files: another order
-    if follows:
-        found["eval_dataset"] = describe_rows(trainer, trainer.eval_dataset)
+            description["data"] = {str(n): source | {"path": None} for n, source in enumerate(sources)}
+        description["dataloader_num_workers"] = args.dataloader_num_workers  # workers share the files of a stream
+    if depends_on_evaluation:
+        description["eval_dataset"] = describe_rows(trainer, trainer.eval_dataset)
     plugin = trainer.accelerator.state.deepspeed_plugin
-    for name in ("optimizer", "scheduler") if plugin is not None else ():  # of DeepSpeed's own
-        found[f"deepspeed.{name}"] = plugin.deepspeed_config.get(name)
-    return json.loads(json.dumps(found, default=score_cache.json_default))
+    for name in ("optimizer", "scheduler") if plugin is not None else ():  # defined in the config of DeepSpeed
+        description[f"deepspeed.{name}"] = plugin.deepspeed_config.get(name)
+    return json.loads(json.dumps(description, default=score_cache.json_default))
 
 
-def base_weights_key(model: nn.Module, peft_config: PeftConfig | None, method: Any) -> str:
-    """A hash of the weights that a checkpoint lacks: those that are frozen, or what a reference begins as. Of what
-    ZeRO-3 has cut it is that of this rank's part: such a run is resumed by as many ranks.
+def base_weights_key(model: nn.Module, peft_config: PeftConfig | None, method: Method) -> str:
+    """Return a hash of the weights that are not in a checkpoint: frozen ones, and the initial ones of a reference.
+
+    Under ZeRO-3 the hash is of the shard of this rank, since such a run is resumed by the same number of ranks.
     """
-    all_of_them = method.second == "reference" and peft_config is None
-    return _weights_key(weight for weight in model.named_parameters() if all_of_them or not weight[1].requires_grad)
+    is_reference = method.second == "reference" and peft_config is None
+    return _weights_key(weight for weight in model.named_parameters() if is_reference or not weight[1].requires_grad)
 
 
 def start_weights_key(model: nn.Module, peft_config: PeftConfig | None) -> str | None:
-    """A hash of the trained weights that a run begins with, without those of a new adapter, which are drawn at random:
-    a LoRA that is continued has some B that is not 0, and of other kinds it is not known.
+    """Return a hash of the trained weights at the start of a run, or None with `peft_config`.
+
+    The random weights of a new adapter are excluded. A LoRA adapter is new if all its B weights are 0. Adapters of
+    other kinds are always excluded, since they cannot be recognized as new.
     """
     if peft_config is not None:
         return None
@@ -128,12 +144,19 @@ def _weights_key(weights: Iterable[tuple[str, Any]]) -> str:
 
 
 def differences(
-    then: Mapping[str, Any], now: Mapping[str, Any], despite: Any, groups: Mapping[str, OptionGroup]
+    then: Mapping[str, Any],
+    now: Mapping[str, Any],
+    despite: list[str] | str | None,
+    groups: Mapping[str, OptionGroup],
 ) -> dict[str, str]:
-    """{name: "NAME: then X, now Y"} of what both runs describe otherwise and `despite` does not name.
+    """Return the differences between the descriptions of two runs, as "NAME: then X, now Y" by name.
 
-    despite: a name or a list of them; `model` stands for all that begins so. Options of the optimizer stay. groups: of
-    the method.
+    Args:
+        then: Description stored in a checkpoint.
+        now: Description of this run.
+        despite: Names that may differ. `model` includes all names that start with `model.`. Options of the optimizer
+            state cannot be excluded.
+        groups: Groups of options of the method.
     """
     allowed = set(as_names(despite)) - OPTIMIZER_STATE_OPTIONS
     then = _with_groups(then, groups)
@@ -142,16 +165,16 @@ def differences(
         for key, before, after in _differing(then, now)
         if not {key, key.partition(".")[0]} & allowed
         and key not in UNCOMPARED_PARTS
-        and not (key == "second_model" and None in (before, after))  # its scores came from the cache
+        and not (key == "second_model" and None in (before, after))  # its scores are from the cache
     }
 
 
 def _with_groups(then: Mapping[str, Any], groups: Mapping[str, OptionGroup]) -> Mapping[str, Any]:
-    """Return a description of a run whose options are in groups, which the last release described one by one."""
+    """Return the description of a run with its options in groups. The last release stored each option separately."""
     rounds = then.get("rounds")
     if isinstance(rounds, dict) and "rollout" in rounds:
-        program = {"transformers": "policy"}.get(rounds["rollout"], rounds["rollout"])
-        rounds = {key: value for key, value in rounds.items() if key != "rollout"} | {"sampler": program}
+        sampler = {"transformers": "policy"}.get(rounds["rollout"], rounds["rollout"])
+        rounds = {key: value for key, value in rounds.items() if key != "rollout"} | {"sampler": sampler}
         then = {**then, "rounds": rounds}
     if not groups or not RENAMED.keys() & then.keys():
         return then
@@ -161,8 +184,9 @@ def _with_groups(then: Mapping[str, Any], groups: Mapping[str, OptionGroup]) -> 
 
 
 def describe_rows(trainer: TrainerInterface, rows: AnyDatasets | None) -> Any:
-    """How many prepared rows, and a hash of their tokens and labels; of a stream that of its first rows. None of rows
-    that are raw, as those that replaced others.
+    """Return the number of prepared rows and a hash of their tokens and labels.
+
+    The hash of a stream is of its first rows. The result is None for raw rows, and a dict for a dict of data sets.
     """
     if rows is None or isinstance(rows, dict):
         return rows and {name: describe_rows(trainer, part) for name, part in rows.items()}
@@ -173,19 +197,23 @@ def describe_rows(trainer: TrainerInterface, rows: AnyDatasets | None) -> Any:
         first = [{name: row[name] for name in columns if name in row} for row in rows.take(8)]
         return f"a stream ({score_cache.rows_key(datasets.Dataset.from_list(first))[:12]})"
     used = rows.select_columns([name for name in columns if name in rows.column_names])
-    described = f"{len(rows)} rows ({score_cache.rows_key(used)[:12]})"
+    description = f"{len(rows)} rows ({score_cache.rows_key(used)[:12]})"
     if "images" not in rows.column_names:
-        return described
-    sizes = [size for size, _ in image_versions(rows["images"])]  # their files may have been copied since
-    return f"{described}, {len(sizes)} pictures ({xxhash.xxh3_64_hexdigest(repr(sizes).encode())[:12]})"
+        return description
+    sizes = [
+        size for size, _ in image_versions(rows["images"])
+    ]  # not the modification times, since files may be copied
+    return f"{description}, {len(sizes)} pictures ({xxhash.xxh3_64_hexdigest(repr(sizes).encode())[:12]})"
 
 
 def _differing(then: Mapping[str, Any], now: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(dotted name, value then, value now) where two trees differ. Another version of a library may have more options,
-    and a model's or adapter's config more fields: what only one of the trees has there is no difference.
+    """Yield (dotted name, value then, value now) of each difference between two trees.
+
+    Another version of a library may have more options, or more fields in the config of a model or an adapter. There a
+    name in only one of the trees is no difference.
     """
-    grows = above in ("", "model.", "adapter.") or above.startswith("data.")
-    for name in sorted(then.keys() & now.keys() if grows else then.keys() | now.keys()):
+    only_common = above in ("", "model.", "adapter.") or above.startswith("data.")
+    for name in sorted(then.keys() & now.keys() if only_common else then.keys() | now.keys()):
         before = then.get(name)
         after = now.get(name)
         if isinstance(before, dict) and isinstance(after, dict):

@@ -1,6 +1,6 @@
-"""One optimizer step of PostTrainer: its micro-batches, their scores, and the one place where a loss is reduced."""
+"""Optimizer step of PostTrainer: micro-batches, their scores, and the only reduction of the loss."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from math import ceil
@@ -23,8 +23,9 @@ from .router_loss import balancing_loss
 
 
 def run_eagerly(args: PostTrainConfig) -> AbstractContextManager[Any]:
-    """Inside, compiled layers run as they are written: in generation every token is another shape, and a check in
-    float32 another dtype.
+    """Return a context in which compiled layers run uncompiled.
+
+    They would be recompiled for the shape of every token in generation, and for the float32 of a check.
     """
     return torch.compiler.set_stance("force_eager") if args.torch_compile else nullcontext()
 
@@ -32,18 +33,23 @@ def run_eagerly(args: PostTrainConfig) -> AbstractContextManager[Any]:
 class StepMixin(TrainerInterface):
     """Methods of `PostTrainer` for one optimizer step."""
 
-    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
-        """Return the micro-batches of an optimizer step, with `row_weights` and after `prepare_window`, and the number
-        of tokens or examples over which their loss is averaged, on all ranks.
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Any]:
+        """Return the micro-batches of an optimizer step and the number of units of their loss.
+
+        Returns:
+            The micro-batches, with `row_weights` and after `prepare_window`, and the number of tokens or examples on
+            all ranks, over which their loss is averaged.
         """
         if self.state.global_step >= self.state.max_steps:
-            return [], None  # a finished run that is resumed: HF would train one step more
+            return [], None  # Trainer would train one more step of a finished run that is resumed
         batches = self.next_window(epoch_iterator, num_batches)
-        # A stream may end within a window, on each rank at another one. Trainer would run the micro-batches that are
-        # there without a step and add them to the next, and ranks would wait for each other: such a window is left out.
+        # A stream may end within a window, which may differ between ranks. Trainer would add the gradients of
+        # the incomplete window to the next step, and ranks would wait for each other. So such a window is skipped.
         if not has_length(self.train_dataset):
-            found = self.accelerator.gather(torch.tensor([len(batches)], device=device)).min()
-            if found < num_batches:  # the pass is over, which `ResumeMixin` reads from a state
+            smallest = self.accelerator.gather(torch.tensor([len(batches)], device=device)).min()
+            if smallest < num_batches:  # the pass is over, which `ResumeMixin` reads from the state
                 batches = []
                 self.state.epoch = ceil(self.state.epoch or 0)
         if not batches:
@@ -56,35 +62,39 @@ class StepMixin(TrainerInterface):
             units = self.accelerator.gather(units).sum()
         return batches, units
 
-    def next_window(self, epoch_iterator: Any, count: int) -> list[Any]:
-        """Return the next `count` micro-batches, or those that are left, each with its `row_weights`."""
+    def next_window(self, epoch_iterator: Iterator[Any], count: int) -> list[Any]:
+        """Return the next micro-batches with their `row_weights`, at most `count`."""
         return [mask_duplicate_rows(batch, self.accelerator) for batch in islice(epoch_iterator, count)]
 
     def _prepare_inputs(self, inputs: Batch) -> Batch:  # type: ignore[override]
-        """Move a batch to the device. HF's method also casts floats to DeepSpeed's dtype, which rounds scores."""
+        """Move a batch to the device.
+
+        The method of Trainer also casts floats to the dtype of DeepSpeed, which would round scores.
+        """
         return inputs.to(self.args.device)
 
     def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, **options: Any) -> list[list[int]]:
-        """`rollout.generate` with the policy; ranks may bring different numbers of prompts, but all must call it."""
-        plain = run_eagerly(self.args)
-        whole = engine.gather_policy(self.model_wrapped, self.accelerator)
-        with self.accelerator.autocast(), plain, whole as model:
-            ends = self.terminal_ids
+        """Call `rollout.generate` with the policy. All ranks call it, possibly with different numbers of prompts."""
+        eager = run_eagerly(self.args)
+        gathered = engine.gather_policy(self.model_wrapped, self.accelerator)
+        with self.accelerator.autocast(), eager, gathered as model:
+            terminal_ids = self.terminal_ids
             pad_id = self.tokenizer.pad_token_id
             see = self.data_collator.vision_inputs
-            return rollout.generate(model, prompts, max_new_tokens, ends, pad_id, see=see, **options)
+            return rollout.generate(model, prompts, max_new_tokens, terminal_ids, pad_id, vision_inputs=see, **options)
 
     def score(
         self, model: nn.Module, batch: MicroBatch, tile: TileFunction, weights: Tensor | None = None
     ) -> forward.Scores:
-        """`forward.score`, with the router's logits where their loss is on, and NEFTune's noise."""
+        """Call `forward.score` with the noise of NEFTune, and with router logits if their loss is enabled."""
         noise = self.args.neftune_noise_alpha if forward.unwrap_model(model).training else None
         with neftune.embedding_noise(model, batch, noise) if noise else nullcontext():
             return forward.score(model, batch, tile, weights, router_logits=self.router_coef > 0)
 
     def weights(self, batch: MicroBatch) -> Tensor:
-        """1 for each unit of the loss, 0 where its row must not count: [units]. A token knows its branch (`owner`), a
-        branch its row (`row`).
+        """Return the weight of each unit of the loss, [units]: 1, or 0 if its row does not count.
+
+        `owner` maps a token to its branch, and `row` a branch to its row.
         """
         rows = batch.weights_of_rows
         return rows if self.method.unit == "examples" else rows[batch.row][batch.owner]
@@ -96,7 +106,10 @@ class StepMixin(TrainerInterface):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """The one place where a loss is reduced: sum over units / units of the window over all ranks."""
+        """Reduce the losses: their sum over units, divided by the units of the window on all ranks.
+
+        This is the only reduction of a loss.
+        """
         losses = self.losses(model, inputs)
         items = num_items_in_batch if num_items_in_batch is not None else losses.weights.sum()
         loss = losses.total / torch.as_tensor(items).clamp(min=1)
@@ -105,18 +118,18 @@ class StepMixin(TrainerInterface):
             loss = loss * self.accelerator.num_processes  # the engines average gradients over ranks
         if self.router_coef:
             if losses.router_logits is None:
-                raise InputError("router_aux_loss_coef: `losses` gives no router_logits: set it to 0, or give them")
-            # each micro-batch has a balance of its own: their mean over the window is added
+                problem = "router_aux_loss_coef: `losses` returns no router_logits"
+                raise InputError(f"{problem}. Set it to 0, or return them in `Losses`")
+            # the balance is computed for each micro-batch, and the mean over the window is added to the loss
             config = forward.causal_lm(self.model).config
-            counted = inputs.router_weights
-            balance = self.router_coef * balancing_loss(losses.router_logits, config, counted)
+            balance = self.router_coef * balancing_loss(losses.router_logits, config, inputs.router_weights)
             loss = loss + balance / self.current_gradient_accumulation_steps
         return (loss, losses) if return_outputs else loss
 
     def training_step(  # type: ignore[override]
-        self, model: nn.Module, inputs: MicroBatch, num_items_in_batch: Any = None
+        self, model: nn.Module, inputs: MicroBatch, num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
-        """HF's; the guard looks at the loss later, without waiting for the device."""
+        """Run the step of Trainer. The anomaly monitor checks the loss later, without waiting for the device."""
         loss = super().training_step(model, inputs, num_items_in_batch)
         self.anomaly_monitor.note(loss, self.state.global_step + 1, inputs)
         self.has_trained = True

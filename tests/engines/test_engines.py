@@ -66,7 +66,7 @@ def trained(rank, method, engine, lora, end=None, **config):
         **engine_arguments(engine), **peft_config, **config,
     )  # fmt: skip
     trainer.train()
-    name, count = engines.name(trainer.accelerator), trainer.accelerator.num_processes
+    name, count = engines.engine_name(trainer.accelerator), trainer.accelerator.num_processes
     return name, count, *logs_and_weights(trainer, lora)
 
 
@@ -318,7 +318,7 @@ def checked(rank, engine, wrong):
     )  # fmt: skip
     trainer.train()
     assert trainer.accelerator.state.fsdp_plugin.mixed_precision_policy.param_dtype == torch.bfloat16
-    return trainer.data_collator.layout, getattr(scoring.causal_lm(trainer.model), scoring.OWN_LOGITS, False)
+    return trainer.data_collator.layout, getattr(scoring.causal_lm(trainer.model), scoring.USES_OWN_LOGITS, False)
 
 
 @pytest.mark.slow
@@ -442,7 +442,7 @@ def alongside(rank, method, engine, dropout, size):
         per_device_train_batch_size=size, disable_dropout=False, **engine_arguments(engine),
     )  # fmt: skip
     trainer.train()
-    model = scoring.unwrapped(trainer.second_models[0].model)
+    model = scoring.unwrap_model(trainer.second_models[0].model)
     trained = [name for name, module in model.named_modules() if module.training]
     trained += [name for name, p in model.named_parameters() if p.requires_grad or p.grad is not None]
     return losses_of(trainer), trained
@@ -525,7 +525,7 @@ def out_of_order(rank, engine):
 def test_evaluation_before_training_and_a_second_training_are_refused(engine):
     for before, first, after, second in on_two(out_of_order, engine, engine):
         assert (first, after) == (None, None)
-        assert before == "FSDP2 and DeepSpeed cannot evaluate before train(): set eval_on_start: true instead"
+        assert before == "FSDP2 and DeepSpeed cannot evaluate before train(). Set eval_on_start: true instead"
         assert second == "train() runs once under FSDP2 and DeepSpeed: build another trainer"
 
 

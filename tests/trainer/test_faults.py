@@ -86,7 +86,7 @@ def test_a_damaged_file_of_a_checkpoint_is_noticed(kind, whole, tmp_path, caplog
             if how.endswith("zeros") and name == "rng_state.pth":
                 continue  # it is so small that half of it may be zeros as it is
             assert checkpoint.find_checkpoint(folder) == str(folder / "checkpoint-1"), (name, how)
-            [said] = [message for message in caplog.messages if "passed over" in message]
+            [said] = [message for message in caplog.messages if "It is skipped" in message]
             assert "checkpoint-2 is incomplete, without" in said
             assert "\n" not in said
             tried += 1
@@ -100,7 +100,7 @@ def test_a_damaged_file_of_a_checkpoint_is_noticed(kind, whole, tmp_path, caplog
 def test_a_run_goes_on_from_the_older_one_and_refuses_the_damaged(kind, name, how, whole, tmp_path):
     newest = left_at_2(whole, kind, tmp_path)
     DAMAGES[how](newest / name)
-    with pytest.raises(InputError, match=f"checkpoint-2 is damaged, without .*{name}.*: take another, or auto"):
+    with pytest.raises(InputError, match=rf"-2 is damaged, without .*{name}.*\. Use another checkpoint, or auto"):
         build(tmp_path, kind).train(resume_from_checkpoint=str(newest))
     trainer = build(tmp_path, kind)
     trainer.train(resume_from_checkpoint="auto")
@@ -131,7 +131,7 @@ def resume_alone(rank, folders, steps):
     settings = SETTINGS | {"per_device_train_batch_size": 2, "save_steps": 1, "save_on_each_node": True}
     trainer = trainer_for("sft", tiny_model(), token_rows("sft", 13), folders[rank], **settings)
     try:
-        found = checkpoint.find_resumed(trainer, "auto")
+        found = checkpoint.resolve_checkpoint(trainer, "auto")
     except InputError as error:
         return str(error)
     return found and Path(found).name
@@ -145,7 +145,7 @@ def resume_alone(rank, folders, steps):
         pytest.param(((1, 2, 3), (1, 2, 3)), "checkpoint-3", marks=pytest.mark.slow),
         pytest.param(((1, 3), (1, 2)), "checkpoint-1", marks=pytest.mark.slow),
         pytest.param(((), ()), None, marks=pytest.mark.slow),
-        pytest.param(((2,), (1, 3)), "in common in .*put output_dir on a disk that all", marks=pytest.mark.slow),
+        pytest.param(((2,), (1, 3)), "in common in .*Put output_dir on a shared disk", marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_machines_agree_on_a_checkpoint_that_all_have(steps, expected, whole, tmp_path):
@@ -189,9 +189,9 @@ def test_a_disk_that_is_full_at_any_write_is_one_line(kind, few, whole, tmp_path
         assert "\n" not in str(raised.value)
         said.append(str(raised.value))
         left = {path.name for path in folder.iterdir()}
-        assert left == {"checkpoint-1", output_dir.LOCK}, "what was half-written is gone"
+        assert left == {"checkpoint-1", output_dir.LOCK_NAME}, "what was half-written is gone"
         assert checkpoint.find_checkpoint(folder) == str(folder / "checkpoint-1")
-    assert all(re.search(r"could not be written \(.*\): complete checkpoints stay", line) for line in said), said
+    assert all(re.search(r"could not be written \(.*\)\. Complete checkpoints are kept", line) for line in said), said
     print(f"{kind}: {len(said)} writes failed, {len(said)} said so in a line")
 
 
@@ -206,7 +206,7 @@ def test_too_little_space_is_told_before_it_is_filled(whole, tmp_path, monkeypat
     trainer = build(tmp_path)
     weights = sum(weight.nbytes for weight in trainer.model.parameters())
     monkeypatch.setattr(shutil, "disk_usage", usage(weights - 1))
-    with pytest.raises(InputError, match=r"a checkpoint takes .* GiB at least"):  # before the first step
+    with pytest.raises(InputError, match=r"a checkpoint requires at least .* GiB"):  # before the first step
         trainer.train()
     assert trainer.state.global_step == 0
 
@@ -316,7 +316,7 @@ def resume_evil(rank, folder, insist):
         [file, _] = sorted(place.glob("global_step1/*optim_states.pt"))
         torch.save(torch.load(file, weights_only=False) | {"evil": Evil(f"{folder}/broken-in")}, file)
         state = json.loads((place / "trainer_state.json").read_text())
-        files = state["stateful_callbacks"][checkpoint.LAUNCH]["files"]
+        files = state["stateful_callbacks"][checkpoint.LAUNCH_KEY]["files"]
         files[str(file.relative_to(place))] = checkpoint.fingerprint(file)  # whoever can write it can write this too
         (place / "trainer_state.json").write_text(json.dumps(state))
     torch.distributed.barrier()

@@ -267,7 +267,7 @@ def test_an_adapter_that_was_trained_anew_is_another_start(whole, tmp_path):
 def test_a_checkpoint_beyond_the_last_step_is_refused(fewer, tmp_path):
     """Its weights were saved as those of the shorter run. At a constant rate no other setting tells."""
     build("sft", tmp_path, lr_scheduler_type="constant").train()
-    with pytest.raises(InputError, match=r"checkpoint-3 is of step 3, and this run takes 1: raise max_steps or num_"):
+    with pytest.raises(InputError, match=r"checkpoint-3 is of step 3, and this run ends at 1\. Raise max_steps or num_"):
         build("sft", tmp_path, lr_scheduler_type="constant", **fewer).train(resume_from_checkpoint="auto")
 
 
@@ -335,7 +335,7 @@ def test_a_checkpoint_without_settings_goes_on_with_a_note(whole, tmp_path, capl
     caplog.set_level("INFO", "hf_posttrain")
     trainer = build("sft", tmp_path, max_grad_norm=0.5)
     trainer.train(resume_from_checkpoint="auto")
-    assert "does not say which settings wrote it" in caplog.text
+    assert "does not store the settings of its run" in caplog.text
 
 
 def test_a_stream_is_known_by_its_first_rows(tmp_path):

@@ -92,7 +92,7 @@ def run(rank, folder, engine, method, kind="full", model=None, resume=None, sign
     if kind != "full":
         trainer.args.merge_lora = True
         trainer.save_model(f"{folder}/merged")
-    return *logs_and_weights(trainer, lora=False), trainer.preemption.happened
+    return *logs_and_weights(trainer, lora=False), trainer.preemption.preempted
 
 
 def run_with(rank, folder, engine, args, kwargs):
@@ -149,7 +149,7 @@ def test_saved_on_two_and_loaded_on_one(engine, kind, trained):
     folder, _, weights = trained(engine, "dpo", kind)
     assert_same(weights, loaded(folder / "saved"))
     assert_same(weights, loaded(folder / "checkpoint-5"))
-    assert not (folder / checkpoint.SAVING).exists()
+    assert not (folder / checkpoint.SAVING_FOLDER).exists()
     if kind == "lora":
         merged = peft.PeftModel.from_pretrained(tiny_model(), folder / "saved").merge_and_unload()
         assert_same(merged.state_dict(), loaded(folder / "merged"))
@@ -293,7 +293,7 @@ def test_a_finished_run_resumed_trains_no_step_more(trained, tmp_path):
     [
         ("ddp", {"engine": "zero2"}, "was written under zero2 and this run is single"),
         ("ddp", {"engine": "fsdp2 with FULL_STATE_DICT"}, "was written under fsdp2 with FULL_STATE_DICT"),
-        ("ddp", {"rows_per_step": 16}, "trained 16 rows a step and this run 4"),
+        ("ddp", {"rows_per_step": 16}, "trained 16 rows per step and this run 4"),
         ("zero2", {"processes": 4, "rows_per_step": 4}, "was written by 4 processes and this run has 2"),
     ],
 )
@@ -301,9 +301,9 @@ def test_a_checkpoint_of_another_launch_is_refused(engine, then, message, tmp_pa
     here = {"engine": "single", "processes": 1, "rows_per_step": 4}
     if engine == "zero2":
         here |= {"engine": "zero2", "processes": 2}
-    monkeypatch.setattr(checkpoint, "launched", lambda trainer: here)
+    monkeypatch.setattr(checkpoint, "launch_state", lambda trainer: here)
     trainer = trainer_for("sft", tiny_model(), token_rows("sft"), tmp_path)
-    state = {"global_step": 1, "stateful_callbacks": {checkpoint.LAUNCH: here | then}}
+    state = {"global_step": 1, "stateful_callbacks": {checkpoint.LAUNCH_KEY: here | then}}
     (tmp_path / "checkpoint-1").mkdir()
     (tmp_path / "checkpoint-1/trainer_state.json").write_text(json.dumps(state))
     with pytest.raises(InputError, match=message):
@@ -331,7 +331,7 @@ def test_the_best_model_is_loaded_at_the_end(engine, kind, limit, trained):
 
 def in_saving(folder):
     """How many files the unfinished checkpoint has."""
-    return sum(len(files) for _, _, files in os.walk(folder / checkpoint.SAVING))
+    return sum(len(files) for _, _, files in os.walk(folder / checkpoint.SAVING_FOLDER))
 
 
 def visible(folder):
@@ -371,9 +371,9 @@ def killed_and_resumed(engine, world, kills, folder, model):
             files, end = draw.randint(1, 6), time.monotonic() + draw.uniform(0, 1 if model else 0.06)
             by_files, by_time = (lambda: in_saving(folder) >= files), (lambda: time.monotonic() > end)  # noqa: B023
             assert kill_when(by_files if kill % 2 else by_time, ranks), "the run ended before it could be killed"
-        while_saving += (folder / checkpoint.SAVING).exists()
+        while_saving += (folder / checkpoint.SAVING_FOLDER).exists()
         for path in visible(folder):
-            assert checkpoint.lacking(path) == [], path
+            assert checkpoint.incomplete_parts(path) == [], path
     assert while_saving
     return on(engine, folder, "sft", world=world, **settings)
 
@@ -397,7 +397,7 @@ def test_killed_at_any_moment_a_run_goes_on_from_a_complete_checkpoint(engine, w
     logs_found, found, _ = killed_and_resumed(engine, world, kills, tmp_path / "killed", model)
     assert_same(found, weights)
     assert_same_logs([log for log in logs_found if "loss" in log], [log for log in logs if "loss" in log])
-    assert not (tmp_path / "killed" / checkpoint.SAVING).exists()
+    assert not (tmp_path / "killed" / checkpoint.SAVING_FOLDER).exists()
 
 
 def test_killed_while_old_checkpoints_are_deleted_none_is_half_there(tmp_path, monkeypatch):
@@ -415,25 +415,25 @@ def test_killed_while_old_checkpoints_are_deleted_none_is_half_there(tmp_path, m
     with pytest.raises(KeyboardInterrupt):
         trainer_for("sft", tiny_model(), token_rows("sft"), tmp_path, **settings).train()
     assert [path.name for path in visible(tmp_path)] == ["checkpoint-2", "checkpoint-3"]
-    assert not any(checkpoint.lacking(path) for path in visible(tmp_path))
+    assert not any(checkpoint.incomplete_parts(path) for path in visible(tmp_path))
     monkeypatch.undo()
     trainer_for("sft", tiny_model(), token_rows("sft"), tmp_path, **settings).train("auto")
     assert [path.name for path in visible(tmp_path)] == ["checkpoint-3", "checkpoint-4"]
-    assert not (tmp_path / checkpoint.SAVING).exists()
+    assert not (tmp_path / checkpoint.SAVING_FOLDER).exists()
 
 
 def test_incomplete_checkpoints_are_passed_over(trained, tmp_path, caplog):
     whole, _, _ = trained("ddp", "dpo", "full")
     for step in (5, 6, 7, 8):
         shutil.copytree(whole / "checkpoint-5", tmp_path / f"checkpoint-{step}")
-    (tmp_path / checkpoint.SAVING / "checkpoint-9").mkdir(parents=True)
+    (tmp_path / checkpoint.SAVING_FOLDER / "checkpoint-9").mkdir(parents=True)
     (tmp_path / "checkpoint-6/model.safetensors").unlink()
     (tmp_path / "checkpoint-7/rng_state_1.pth").unlink()
     cut = tmp_path / "checkpoint-8/optimizer.pt"
     cut.write_bytes(cut.read_bytes()[:-1])
     with caplog.at_level(logging.WARNING, "hf_posttrain"):
         assert checkpoint.find_checkpoint(tmp_path) == str(tmp_path / "checkpoint-5")
-    for step, part in ((6, "weights"), (7, "the whole of rng_state_1.pth"), (8, "the whole of optimizer.pt")):
+    for step, part in ((6, "weights"), (7, "the complete rng_state_1.pth"), (8, "the complete optimizer.pt")):
         assert f"checkpoint-{step} is incomplete, without {part}" in caplog.text
 
 
@@ -496,7 +496,7 @@ def test_sigterm_to_the_command(launcher, worker, tmp_path):
     assert running.returncode == 1, output
     assert "to go on: the same command with train.resume_from_checkpoint=auto" in output
     [saved] = tmp_path.glob("checkpoint-*")
-    assert checkpoint.lacking(saved) == []
+    assert checkpoint.incomplete_parts(saved) == []
     assert int(saved.name.split("-")[1]) < 400  # the signal came in time
 
 
@@ -519,7 +519,7 @@ def test_processes_end_with_their_launcher(tmp_path):
         assert time.monotonic() < end
         time.sleep(0.1)
     [saved] = (tmp_path / "out").glob("checkpoint-*")
-    assert checkpoint.lacking(saved) == []
+    assert checkpoint.incomplete_parts(saved) == []
 
 
 class Interrupted(TrainerCallback):
@@ -533,7 +533,7 @@ class Interrupted(TrainerCallback):
             os.kill(os.getpid(), signal.SIGINT)
             os.kill(os.getpid(), signal.SIGINT)
             if self.again:
-                self.again.interrupted -= 3  # seconds ago
+                self.again.interrupt_time -= 3  # seconds ago
                 os.kill(os.getpid(), signal.SIGINT)
 
 
@@ -569,7 +569,7 @@ with output_dir.locked(SimpleNamespace(process_index=0, output_dir={str(tmp_path
         with pytest.raises(InputError, match=rf"another run \(process {first.pid} on .*\) trains in"):
             trainer.train()
         first.kill()
-    with output_dir.locked(trainer.args):  # the command holds it around `train`
+    with output_dir.exclusive_access(trainer.args):  # the command holds it around `train`
         trainer.train()
 
 
