@@ -1,7 +1,8 @@
 """Registry of the training methods. The rest of the package reads all facts about a method from its `Method` here.
 
-The algorithm of a method is in the module with its name, as a Config and a Trainer with `examples` and `losses`. This
-module can be imported without torch.
+The algorithm of a method is in the module with its name, as a Config and a Trainer with `examples` and `losses`. The
+base class `PostTrainer` implements `compute_loss` and `prediction_step` through `losses`. This module can be imported
+without torch.
 """
 
 from functools import cache

@@ -39,7 +39,7 @@ def find_partners(rows: datasets.Dataset, seed: int, name: str = "train") -> np.
     clash = group[partner] == group
     if clash.any():
         logger.warning(
-            "%s: one prompt holds %d of %d rows; %d of them are paired with a random row of another prompt",
+            "%s: one prompt has %d of %d rows, and %d of them are paired with a random row of another prompt",
             name,
             sizes.max(),
             len(rows),

@@ -22,7 +22,7 @@ from ..scoring import teacher_tiles
 from ..scoring.forward import Scores
 from ..scoring.head import TileFunction
 from ..scoring.policy_gradient import SampledPolicyGradient
-from ..scoring.top_tokens import residual, top_k
+from ..scoring.top_tokens import residual_reverse_kl, top_k_divergence
 from ..teachers.cross_tokenizer import Chunks, cross_tokenizer_tile
 from ..teachers.inputs import DistillationBatch
 from ..teachers.signal import Chunked, Dense, Request, Sampled, TeacherSignal, TopK
@@ -66,13 +66,13 @@ class Divergence:
         # with merged EOS ids the cross-entropy uses the targets before merging, and is added below
         ce_coef = 0.0 if request.eos else self.ce_coef
         if isinstance(signal, Dense):
-            tile = teacher_tiles.dense(self.function, signal.logits, tokens, request.temperature, ce_coef)
+            tile = teacher_tiles.dense_divergence(self.function, signal.logits, tokens, request.temperature, ce_coef)
         elif isinstance(signal, TopK):
             top = signal.ids, signal.logps, tokens, request.temperature, request.vocabulary
             if self.unbiased_remainder and signal.targets is not None:
-                tile = residual(*top, teacher=signal.targets)
+                tile = residual_reverse_kl(*top, teacher=signal.targets)
             else:
-                tile = top_k(self.function, *top, ce_coef=ce_coef, teacher=signal.targets)
+                tile = top_k_divergence(self.function, *top, ce_coef=ce_coef, teacher=signal.targets)
         else:
             raise InputError(f"the loss requires a distribution of the teacher, not a {type(signal).__name__} signal")
         tile = request.eos.wrap(tile)

@@ -58,12 +58,14 @@ def dpo_loss_problems(values: "DPOConfig") -> Iterator[Problem]:
     if not names:
         yield ("loss_type",), "loss_type must not be empty. Set a loss such as sigmoid"
     if weights is not None:
-        given = weights if isinstance(weights, list | tuple) else [weights]
-        valid = [weight for weight in given if isinstance(weight, int | float) and 0 <= weight <= MAX_FACTOR]
-        if len(given) != len(names):
-            problem = f"loss_weights has {len(given)} values for {len(names)} loss_type. Set one weight for each loss"
+        weight_list = weights if isinstance(weights, list | tuple) else [weights]
+        valid = [weight for weight in weight_list if isinstance(weight, int | float) and 0 <= weight <= MAX_FACTOR]
+        if len(weight_list) != len(names):
+            problem = (
+                f"loss_weights has {len(weight_list)} values for {len(names)} loss_type. Set one weight for each loss"
+            )
             yield ("loss_weights", "loss_type"), problem
-        elif len(valid) < len(given) or not (any(valid) or values.nll_coef):
+        elif len(valid) < len(weight_list) or not (any(valid) or values.nll_coef):
             yield ("loss_weights",), f"loss_weights={weights!r} must be numbers from 0 to 1e6, and not all 0"
     if "simpo" in names and len(names) > 1 and values.beta is None:
         yield ("loss_type",), "loss_type combines simpo (beta 2) with other losses (beta 0.1). Set beta"

@@ -1,13 +1,13 @@
-"""Teachers of KD and OPD: models in memory, on a server, several by row, the student itself, other tokenizers.
+"""Teachers of KD and OPD.
 
-signal             what a teacher returns for a batch, and the interface of a teacher
+signal             the interface of a teacher, and the signals that it returns for a batch
 local              a second model in memory
-self_teacher       the student as it was, or the moving average of its weights
+self_teacher       the student itself, at the start of training or as a moving average of its weights
 served             a model on a server
 router             several teachers, one for each row
 cross_tokenizer    a teacher with another tokenizer
-inputs             what a teacher reads: another prompt, other tokens
+inputs             the inputs of teachers with another prompt or other tokens
 eos                several EOS ids as one outcome
-cache              the teacher's top k on disk
+cache              the top k of the teacher on disk
 factory            builds the teacher of a trainer
 """

@@ -1,7 +1,7 @@
-"""The micro-batch of a teacher that does not read the student's rows.
+"""The micro-batch of a teacher whose input differs from that of the student.
 
 Legend: N scored tokens of the student, n of them in a teacher's batch, M scored tokens of a teacher with another
-tokenizer, D places that `Aligner.longer` looks ahead.
+tokenizer, D depth of `Aligner.longer`.
 """
 
 from dataclasses import dataclass
@@ -13,20 +13,20 @@ from ..batching.micro_batch import Deferred, MicroBatch
 
 @dataclass
 class TeacherBatch(MicroBatch):
-    """What one teacher reads of a student's batch: its own rows of tokens, or texts for a teacher on a server.
+    """Input of one teacher for a batch of the student, with separate rows of tokens, or with texts for a server.
 
-    With another tokenizer the teacher scores M tokens of its own, and chunks of common text connect them with the N
-    tokens of the student; -1 stands for none.
+    With another tokenizer the teacher scores its own M tokens. Chunks of common text connect them with the N tokens of
+    the student, and -1 means no chunk or no token.
     """
 
-    places: Tensor = None  # type: ignore[assignment]  # [n], which of the student's N scored tokens these are
-    order: Tensor = None  # type: ignore[assignment]  # [n], which scored token of `texts` each of these is
-    texts: Deferred | None = None  # (prompt, answer, mask of scored tokens) of each branch, for a server
+    positions: Tensor = None  # type: ignore[assignment]  # [n], indices of these tokens among the N scored tokens
+    order: Tensor = None  # type: ignore[assignment]  # [n], index of each of these tokens in the scored tokens of `texts`
+    texts: Deferred | None = None  # (prompt, answer, mask of scored tokens) of each branch
 
     # ---- another tokenizer
-    chunk: Tensor = None  # type: ignore[assignment]  # [N], chunk of a token; `data.align.INCOMPLETE_CHARACTER`: a cut character
-    before: Tensor = None  # type: ignore[assignment]  # [N], the chunk before it in the same answer
-    behind: Tensor = None  # type: ignore[assignment]  # [N], the chunk after it in the same answer
-    match: Tensor = None  # type: ignore[assignment]  # [N], the teacher's token that alone forms a chunk with this one
-    their_chunk: Tensor = None  # type: ignore[assignment]  # [M], chunk of a teacher's token
-    longer: Tensor = None  # type: ignore[assignment]  # [M, D, 2], ranges of `Aligner.teacher_only`, empty ranges for none
+    chunk: Tensor = None  # type: ignore[assignment]  # [N], chunk of a token, or `data.align.INCOMPLETE_CHARACTER`
+    before: Tensor = None  # type: ignore[assignment]  # [N], the previous chunk in the same answer
+    after: Tensor = None  # type: ignore[assignment]  # [N], the next chunk in the same answer
+    match: Tensor = None  # type: ignore[assignment]  # [N], teacher token in a one-to-one chunk
+    teacher_chunk: Tensor = None  # type: ignore[assignment]  # [M], chunk of a token of the teacher
+    longer: Tensor = None  # type: ignore[assignment]  # [M, D, 2], ranges of `Aligner.teacher_only`

@@ -1,4 +1,4 @@
-"""The teacher's top k of prepared rows, scored once and kept on disk."""
+"""Cache on disk of the top k of the teacher for prepared rows."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -12,14 +12,17 @@ if TYPE_CHECKING:
 
 
 def precompute_top_k(trainer: "TrainerInterface", teacher: Teacher, request: Request) -> None:
-    """Add the columns teacher_ids and teacher_logps, [trained tokens][K] each, to the trainer's datasets.
+    """Add the columns teacher_ids and teacher_logps, [trained tokens][K] each, to the datasets of a trainer.
 
-    The cache is bound to the teacher's weights, the rows' token ids, the tokenizer, K, temperature and precision.
-    Raises InputError for streams.
+    The cache key consists of the weights of the teacher, the token ids of the rows, the tokenizer, K, the temperature
+    and the precision.
+
+    Raises:
+        InputError: A dataset is a stream.
     """
     args = trainer.args
     trainer.check_scoring(trainer.model)
-    merged = request.eos.ids.tolist()
+    merged_ids = request.eos.ids.tolist()
     key = [
         teacher.key(),
         sorted(trainer.tokenizer.get_vocab().items()),
@@ -28,7 +31,7 @@ def precompute_top_k(trainer: "TrainerInterface", teacher: Teacher, request: Req
         args.bf16,
         args.fp16,
         request.vocabulary,
-        *([merged] if merged else []),
+        *([merged_ids] if merged_ids else []),
     ]
 
     def score(batch: MicroBatch) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Build the teacher of a trainer of KD or OPD."""
+"""Construction of the teacher of a trainer for KD or OPD."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -32,57 +32,81 @@ from .signal import Teacher
 
 logger = logging.getLogger(__name__)
 TeacherLike: TypeAlias = nn.Module | str | TeacherSection | Teacher | Callable[[Any], Teacher]
-"""A teacher as users give it: a model, its name or folder, a section of a recipe, an object with the interface, or a
-function that returns one for a trainer."""
+"""Teacher as an argument of a trainer: a model, its name or folder, a section of a recipe, an object with the interface
+of a teacher, or a function of the trainer that returns such an object."""
 
 
 @dataclass
 class TeacherSetup:
-    """A teacher, and what a trainer must know about it."""
+    """A teacher, and its properties that concern the trainer.
+
+    Attributes:
+        teacher: The teacher.
+        vocabulary: Number of token ids that all models have.
+        terminal_ids: Ids that end an answer of the student, or of a teacher with the tokenizer of the student.
+        eos: Merged EOS ids.
+        models: Second models in memory.
+        inputs: Builder of the inputs of teachers, or None if the teacher reads the batch of the student.
+        average: Callback that updates the weights of a teacher that is a moving average of the student.
+    """
 
     teacher: Teacher
-    vocabulary: int  # number of token ids that all models have
-    terminal_ids: list[int]  # that end an answer of the student or of a teacher with the student's tokenizer
+    vocabulary: int
+    terminal_ids: list[int]
     eos: MergedEOS
-    models: list[FrozenModel] = field(default_factory=list)  # second models in memory
-    inputs: TeacherInputs | None = None  # where a teacher does not read the student's batch
-    average: MovingAverage | None = None  # of a teacher that follows the student
+    models: list[FrozenModel] = field(default_factory=list)
+    inputs: TeacherInputs | None = None
+    average: MovingAverage | None = None
 
 
 def build_teacher(
     trainer: TrainerInterface,
-    given: TeacherLike | Mapping[str, TeacherLike] | None,
+    teacher_model: TeacherLike | Mapping[str, TeacherLike] | None,
     offload: bool | Mapping[str, bool],
     merge_eos: bool,
 ) -> TeacherSetup:
-    """Build the teacher of a trainer, or several by name. A model given by name is loaded.
+    """Build the teacher of a trainer, or several teachers by name.
 
-    Raises InputError for a missing teacher, the student itself, names that the Config does not know, a server that
-    cannot be reached, and different token ids (padding aside) where `tokenizer` does not name the teacher's.
+    Args:
+        trainer: The trainer.
+        teacher_model: The teacher, or several by name. A model that is given by name is loaded.
+        offload: Whether to keep a model in memory on the CPU between uses, or a dict of such values by teacher.
+        merge_eos: Whether all EOS ids of student and teacher count as one outcome.
+
+    Raises:
+        InputError: The teacher is missing or is the student itself; the names differ from those in the Config; a server
+            cannot be reached; or the token ids, except for padding, differ from those of the student and the Config
+            does not name the tokenizer of the teacher.
     """
-    if given is None:
-        raise InputError("teacher_model is missing: pass a model, its name or folder, or a TeacherSection")
+    if teacher_model is None:
+        raise InputError("teacher_model is missing. Pass a model, its name or folder, or a TeacherSection")
     names = trainer.args.teacher.names or []
-    if isinstance(given, Mapping) and {*names} != {*given}:
-        raise InputError(f"teacher_model names {', '.join(given)}, and teacher.names is {names}: they must be the same")
-    if names and not isinstance(given, Mapping):
-        raise InputError(f"teacher.names is {names}: pass teacher_model as a dict of them")
-    several = by_teacher(given)
-    offloaded = offload if isinstance(offload, Mapping) else dict.fromkeys(several, offload)
+    if isinstance(teacher_model, Mapping) and {*names} != {*teacher_model}:
+        problem = f"teacher_model has the names {', '.join(teacher_model)}, and teacher.names is {names}"
+        raise InputError(f"{problem}. Use the same names in both")
+    if names and not isinstance(teacher_model, Mapping):
+        raise InputError(
+            f"teacher.names is {names}, which requires several teachers. Pass teacher_model as a dict by name"
+        )
+    models_by_name = by_teacher(teacher_model)
+    offloaded = offload if isinstance(offload, Mapping) else dict.fromkeys(models_by_name, offload)
 
     teachers: dict[str, Any] = {}
-    for name, one in several.items():
-        builders = [build for key, build in BUILDERS.items() if isinstance(one, TeacherSection) and getattr(one, key)]
-        if not isinstance(one, nn.Module) and hasattr(one, "signal"):
-            teachers[name] = one
-        elif not isinstance(one, nn.Module | type) and callable(one):
-            teachers[name] = one(trainer)
+    for name, model in models_by_name.items():
+        builders = [
+            build for key, build in BUILDERS.items() if isinstance(model, TeacherSection) and getattr(model, key)
+        ]
+        if not isinstance(model, nn.Module) and hasattr(model, "signal"):
+            teachers[name] = model
+        elif not isinstance(model, nn.Module | type) and callable(model):
+            teachers[name] = model(trainer)
         elif builders:
-            teachers[name] = builders[0](trainer, one, name)
+            teachers[name] = builders[0](trainer, model, name)
         else:
-            teachers[name] = _build_local(trainer, one, name, offloaded.get(name, False))
-    of_student = forward.causal_lm(trainer.model).config.get_text_config().vocab_size
-    vocabulary = min([of_student, *(each.vocabulary for each in teachers.values() if each.aligner is None)])
+            teachers[name] = _build_local(trainer, model, name, offloaded.get(name, False))
+    student_size = forward.causal_lm(trainer.model).config.get_text_config().vocab_size
+    sizes = [teacher.vocabulary for teacher in teachers.values() if teacher.aligner is None]
+    vocabulary = min([student_size, *sizes])
 
     aligners = {name: teacher.aligner for name, teacher in teachers.items() if teacher.aligner is not None}
     served_names = {name for name, teacher in teachers.items() if not teacher.dense}
@@ -97,48 +121,50 @@ def build_teacher(
     if teacher.aligner is not None:
         ends = teacher.ends(teacher.aligner.teacher, trainer.args.chat_template_kwargs)
         teacher = CrossTokenizerTeacher(teacher, teacher.aligner, eos, ends, trainer.args.device)
-    models = [model for one in teachers.values() for model in one.models]
-    averages = [one.average for one in teachers.values() if getattr(one, "average", None)]
+    models = [model for member in teachers.values() for model in member.models]
+    averages = [member.average for member in teachers.values() if getattr(member, "average", None)]
     if len(averages) > 1:
-        raise InputError("only one of several teachers can have self: ema")
+        raise InputError("only one of several teachers can have self: ema. Use self: start in the others")
     return TeacherSetup(teacher, vocabulary, terminal_ids, eos, models, inputs, *averages)
 
 
 def _merged_eos(trainer: TrainerInterface, teacher: Any, vocabulary: int, merge: bool) -> tuple[list[int], MergedEOS]:
-    """Return the ids that end an answer of the student or of a teacher with its tokenizer, and the merged ids."""
-    theirs = []
+    """Return the ids that end an answer of the student, or of a teacher with its tokenizer, and the merged EOS ids."""
+    teacher_ends = []
     if teacher.aligner is None:
-        theirs = teacher.ends(trainer.tokenizer, trainer.args.chat_template_kwargs)
-    terminal_ids = list(dict.fromkeys(trainer.terminal_ids + theirs))
+        teacher_ends = teacher.ends(trainer.tokenizer, trainer.args.chat_template_kwargs)
+    terminal_ids = list(dict.fromkeys(trainer.terminal_ids + teacher_ends))
     merged = [i for i in terminal_ids if i < vocabulary] if merge else []
     if len(merged) > 1:
         names = " ".join(trainer.tokenizer.convert_ids_to_tokens(merged))
-        logger.info("terminal tokens that count as one outcome: %s", names)
+        logger.info("EOS tokens that count as one outcome: %s", names)
     return terminal_ids, MergedEOS(torch.tensor(merged, device=trainer.accelerator.device), trainer.args.temperature)
 
 
 def _build_served(trainer: TrainerInterface, section: TeacherSection, name: str) -> ServedTeacher:
-    """Connect to a server and test it."""
+    """Return a teacher on a server, after a check of the server."""
     args = trainer.args
     teacher = ServedTeacher(trainer, section, f"teachers.{name}" if name else "teacher")
     teacher.check(args.teacher.top_k or 0)
     tokenizer = by_teacher(args.teacher.tokenizer).get(name)
-    ends = lambda theirs: teacher.ends(theirs, args.chat_template_kwargs)  # noqa: E731
-    teacher.aligner = _build_aligner(trainer, teacher.tokenizer, tokenizer, ends)
+
+    def find_ends(teacher_tokenizer: PreTrainedTokenizerBase) -> list[int]:
+        return teacher.ends(teacher_tokenizer, args.chat_template_kwargs)
+
+    teacher.aligner = _build_aligner(trainer, teacher.tokenizer, tokenizer, find_ends)
     return teacher
 
 
 BUILDERS: dict[str, Callable[[Any, TeacherSection, str], Any]] = {"self": build_self_teacher, "url": _build_served}
-"""Key of a teacher's section -> function of (trainer, section, name) that builds such a teacher. A section with none of
-these keys is a model in memory."""
+"""Functions that build the teacher of a section with these keys. A section without them is a model in memory."""
 
 
-def _build_local(trainer: TrainerInterface, given: TeacherLike, name: str, offload: bool) -> LocalTeacher:
-    """Load a model where it is given by name, and test whether its tokens are the student's."""
+def _build_local(trainer: TrainerInterface, source: TeacherLike, name: str, offload: bool) -> LocalTeacher:
+    """Return a teacher in memory, which is loaded if it is given by name, after a check of its token ids."""
     args = trainer.args
-    model: Any = given
-    if isinstance(given, str | TeacherSection):
-        section = ModelSection(name_or_path=given) if isinstance(given, str) else given
+    model: Any = source
+    if isinstance(source, str | TeacherSection):
+        section = ModelSection(name_or_path=source) if isinstance(source, str) else source
         offload = offload or section.offload
         kwargs = args.teacher_model_init_kwargs or {}
         options = load.apply_model_init_kwargs(section, kwargs, "teacher_model_init_kwargs")
@@ -146,17 +172,21 @@ def _build_local(trainer: TrainerInterface, given: TeacherLike, name: str, offlo
     launch.check_model(model, args)
     if shares_trained_weights(model, trainer.model):
         problem = "teacher_model is the student itself, or shares weights with it"
-        raise InputError(f"{problem}: pass TeacherSection(self='start') to distil from its start")
+        raise InputError(f"{problem}. Pass TeacherSection(self='start') to distil from the initial student")
     tokenizer = by_teacher(args.teacher.tokenizer).get(name)
     path = getattr(model.config, "_name_or_path", "")
-    theirs = None
-    with suppress(InputError):  # of a model in memory the tokenizer may not be found
-        theirs = load.load_tokenizer(ModelSection(name_or_path=path)) if path and tokenizer is None else None
+    teacher_tokenizer = None
+    with suppress(InputError):  # the tokenizer of a model in memory may not be found
+        teacher_tokenizer = load.load_tokenizer(ModelSection(name_or_path=path)) if path and tokenizer is None else None
     if offload and getattr(model, "is_loaded_in_8bit", False):
-        raise InputError("teacher offload: bitsandbytes keeps 8-bit weights on the GPU: use 4bit, or do not offload")
+        problem = "teacher offload is not supported with 8-bit weights, which bitsandbytes keeps on the GPU"
+        raise InputError(f"{problem}. Use 4bit, or do not offload")
     teacher = LocalTeacher(model, trainer.accelerator, offload)
-    ends = lambda theirs: find_terminal_ids(model, theirs, args.chat_template_kwargs)  # noqa: E731
-    teacher.aligner = _build_aligner(trainer, theirs, tokenizer, ends)
+
+    def find_ends(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+        return find_terminal_ids(model, tokenizer, args.chat_template_kwargs)
+
+    teacher.aligner = _build_aligner(trainer, teacher_tokenizer, tokenizer, find_ends)
     if teacher.aligner is not None:
         load.check_tokenizer_fits(teacher.aligner.teacher, forward.causal_lm(model).config, type(model).__name__)
     return teacher
@@ -164,21 +194,27 @@ def _build_local(trainer: TrainerInterface, given: TeacherLike, name: str, offlo
 
 def _build_aligner(
     trainer: TrainerInterface,
-    tokenizer: PreTrainedTokenizerBase | None,
-    own_tokenizer: str | None,
-    ends: Callable[[Any], list[int]],
+    known_tokenizer: PreTrainedTokenizerBase | None,
+    tokenizer_name: str | None,
+    find_ends: Callable[[PreTrainedTokenizerBase], list[int]],
 ) -> Aligner | None:
-    """Return what aligns a teacher's tokens with the student's; None where both have one tokenizer.
+    """Return the aligner of the tokens of student and teacher, or None if both have the same tokenizer.
 
-    tokenizer: of the teacher, where it is known. own_tokenizer: its name, where the Config says that it is another one.
-    Raises InputError where it is another one and the Config does not say so.
+    Args:
+        trainer: The trainer.
+        known_tokenizer: The tokenizer of the teacher, if it is known.
+        tokenizer_name: Name or folder of the tokenizer of the teacher in the Config, None if it is that of the student.
+        find_ends: Function of the tokenizer that returns the ids that end an answer of the teacher.
+
+    Raises:
+        InputError: The tokenizers differ, and the Config does not name that of the teacher.
     """
-    if own_tokenizer is None:
-        if tokenizer is not None:
-            load.check_same_vocabulary(trainer.tokenizer, tokenizer)
+    if tokenizer_name is None:
+        if known_tokenizer is not None:
+            load.check_same_vocabulary(trainer.tokenizer, known_tokenizer)
         return None
-    theirs = load.load_tokenizer(ModelSection(name_or_path=own_tokenizer))
-    if trainer.tokenizer.get_vocab() == theirs.get_vocab():  # then tokens are compared as they are
-        logger.info("the teacher's tokenizer is the student's: nothing needs to be aligned")
+    tokenizer = load.load_tokenizer(ModelSection(name_or_path=tokenizer_name))
+    if trainer.tokenizer.get_vocab() == tokenizer.get_vocab():
+        logger.info("student and teacher have the same tokenizer, so tokens are compared without alignment")
         return None
-    return Aligner(trainer.tokenizer, theirs, trainer.terminal_ids, ends(theirs)[0])
+    return Aligner(trainer.tokenizer, tokenizer, trainer.terminal_ids, find_ends(tokenizer)[0])

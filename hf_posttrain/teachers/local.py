@@ -1,4 +1,4 @@
-"""A second model in memory as a teacher."""
+"""Teacher that is a second model in memory."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from .signal import Dense, Request, Sampled, TeacherSignal, TopK
 
 @dataclass(frozen=True)
 class TeacherStates:
-    """The teacher's head and its hidden states [N, H] at the scored positions: `teacher_tiles.TeacherLogits`."""
+    """Head of the teacher and its hidden states [N, H] at the scored positions, as `teacher_tiles.TeacherLogits`."""
 
     head: LMHead
     hidden: Tensor
@@ -37,25 +37,32 @@ class TeacherStates:
     def from_model(
         cls, model: nn.Module, batch: MicroBatch, copy_head: bool, eos: MergedEOS | None = None
     ) -> "TeacherStates":
-        """Run the teacher's forward.
+        """Run the forward pass of the teacher.
 
-        copy_head: its weights are whole inside the forward only, so copy them there. Raises InputError where such a
-        head is more than a linear layer.
+        Args:
+            model: The teacher.
+            batch: The batch of the teacher.
+            copy_head: Whether to copy the weights of the head during the forward pass, because they are not available
+                after it.
+            eos: EOS ids to merge in the logits.
+
+        Raises:
+            InputError: The head must be copied and is not a plain linear layer.
         """
         heads: list[LMHead] = []
 
         def scorer(head: LMHead, hidden: Tensor) -> dict[str, Tensor]:
-            heads.append(_copied(head) if copy_head else head)
+            heads.append(_copy_head(head) if copy_head else head)
             return {"hidden": forward.scored_hidden_states(hidden, batch)}
 
         hidden = forward.run(model, batch, scorer)["hidden"]
         weight = getattr(heads[0].module, "weight", None)
-        if weight is None or not weight.is_floating_point():  # a quantised head casts by itself
+        if weight is None or not weight.is_floating_point():  # a quantised head casts its input
             return cls(heads[0], hidden, eos)
         return cls(heads[0], hidden.to(weight.dtype), eos)
 
     def logits(self, rows: slice) -> Tensor:
-        """Return logits [n, V of the teacher] with merged EOS ids. The caller may overwrite them."""
+        """Return the logits of the teacher with merged EOS ids, [n, V]. The caller may overwrite them."""
         with torch.no_grad():
             logits = self.head.logits(self.hidden[rows])
             logits = logits.clone() if isinstance(self.head.module, nn.Identity) else logits
@@ -64,25 +71,27 @@ class TeacherStates:
             return logits
 
     def select(self, positions: Tensor) -> "TeacherStates":
-        """Return the states at some of the N positions."""
+        """Return the states at some of the positions."""
         return TeacherStates(self.head, self.hidden[positions], self.eos)
 
     def tiles(self, temperature: float) -> Iterator[tuple[slice, Tensor]]:
-        """Yield (rows, log-probabilities [n, V] of the teacher), tile by tile."""
+        """Yield the rows of each tile and the log-probabilities of the teacher, [n, V]."""
         size = getattr(self.head.module, "out_features", self.hidden.shape[-1])
         for rows in tiles(self.hidden, size):
             yield rows, log_softmax(at_temperature(self.logits(rows), temperature))
 
 
-def _copied(head: LMHead) -> LMHead:
-    """Return the head with its own copy of the weights. Raises InputError where it is more than a linear layer."""
+def _copy_head(head: LMHead) -> LMHead:
+    """Return the head with a copy of its weights.
+
+    Raises:
+        InputError: The head is not a plain linear layer.
+    """
     if isinstance(head.module, nn.Identity):
         return head
-    if (linear := head.plain) is None:
-        raise InputError(
-            "the teacher's head is no plain linear layer (an adapter on it, or quantised): merge it, or do not "
-            "shard or offload the teacher"
-        )
+    if (linear := head.linear) is None:
+        problem = "the head of the teacher is not a plain linear layer, because it has an adapter or is quantised"
+        raise InputError(f"{problem}. Merge the adapter, or do not shard or offload the teacher")
     copied = nn.Linear(linear.weight.shape[1], linear.weight.shape[0], linear.bias is not None, device="meta")
     for name in dict(copied.named_parameters()):
         setattr(copied, name, nn.Parameter(getattr(linear, name).detach().clone(), requires_grad=False))
@@ -90,62 +99,62 @@ def _copied(head: LMHead) -> LMHead:
 
 
 class LocalTeacher(FrozenModel, TrainerCallback):
-    """A second model that scores for a loss; as a callback it leaves the device when training ends."""
+    """Teacher that is a second model in memory. As a callback it frees its device memory after training."""
 
     name = ""
     description = ""
     dense = True
     aligner: Aligner | None = None
-    average: TrainerCallback | None = None  # follows the policy
+    average: TrainerCallback | None = None  # of a teacher that follows the policy
 
     @property
     def vocabulary(self) -> int:
-        """Number of its token ids."""
+        """Number of token ids."""
         return int(forward.causal_lm(self.model).config.get_text_config().vocab_size)
 
     @property
     def models(self) -> list[FrozenModel]:
-        """Itself."""
+        """The models in memory, which is this one."""
         return [self]
 
     def signal(self, batch: MicroBatch, request: Request) -> TeacherSignal:
         """Score a batch, see `signal.Teacher`."""
-        read = teacher_batch(batch, self.name)
+        inputs = teacher_batch(batch, self.name)
         if request.kind == "dense":
-            return Dense(self.states(read, request.eos))
-        targets = request.eos.merge_ids(read.targets)
+            return Dense(self.states(inputs, request.eos))
+        targets = request.eos.merge_ids(inputs.targets)
         if request.kind == "sampled":
             tile: TileFunction = LogProb(targets, request.temperature, vocabulary=request.vocabulary)
-            return Sampled(self.score(read, request.eos.wrap(tile)).value)
+            return Sampled(self.score(inputs, request.eos.wrap(tile)).value)
         tile = TopTokens(request.top_k, request.temperature, request.vocabulary, targets)
-        scores = self.score(read, request.eos.wrap(tile))
+        scores = self.score(inputs, request.eos.wrap(tile))
         return TopK(scores.ids, scores.logps, scores.value)
 
     def signals(self, batches: Sequence[MicroBatch], request: Request) -> None:
-        """Return None: one batch after the other is as fast."""
+        """Return None, because scoring one batch at a time is as fast."""
 
     def join_collective(self, batch: MicroBatch) -> None:
-        """Run the forward of a sharded model on a batch whose scores are thrown away."""
+        """Run the forward pass of a sharded model on a batch, and discard the scores."""
         if self.sharded:
             self.score(batch, LogProb(batch.targets))
 
     def score(self, batch: MicroBatch, tile: TileFunction) -> forward.Scores:
-        """Run `forward.score` on a batch of the teacher, without gradient."""
+        """Return the scores of a batch of the teacher, without gradient."""
         with torch.no_grad(), self.accelerator.autocast(), self as model:
             return forward.score(model, batch, tile)
 
     def states(self, batch: MicroBatch, eos: MergedEOS) -> TeacherStates:
-        """Return the head and the hidden states of a batch of the teacher, for a tile function that `eos` wraps."""
-        # the head is used after the forward: where its weights have left by then, they are copied
+        """Return the head and the hidden states of a batch of the teacher, with EOS ids to merge in the logits."""
+        # The head is used after the forward pass, so its weights are copied if they are not available by then.
         with torch.no_grad(), self.accelerator.autocast(), self as model:
-            return TeacherStates.from_model(model, batch, copy_head=self.head_leaves, eos=eos)
+            return TeacherStates.from_model(model, batch, copy_head=self.needs_head_copy, eos=eos)
 
     @property
-    def head_leaves(self) -> bool:
-        """Whether the weights of the head are elsewhere after a forward."""
+    def needs_head_copy(self) -> bool:
+        """Whether the weights of the head are not available after a forward pass."""
         return self.sharded or self.offload
 
-    def key(self) -> Any:
+    def key(self) -> object:
         """Return a hash of the model."""
         return score_cache.model_key(self.model)
 
@@ -156,5 +165,5 @@ class LocalTeacher(FrozenModel, TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Free the memory of the device; a later evaluation brings the teacher back."""
+        """Free the device memory. A later evaluation loads the teacher again."""
         self.release()

@@ -1,4 +1,4 @@
-"""Options of the teacher of a method. Importable without torch."""
+"""Options of the teacher of a method. This module can be imported without torch."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -13,53 +13,54 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TeacherOptions(OptionKind):
-    """How student and teacher are compared, and what the teacher reads."""
+    """Options for the comparison of student and teacher, and for the input of the teacher."""
 
     selector: ClassVar = ""
     limits: ClassVar = {"top_k": COUNT}
 
     top_k: int | None = option(
         None,
-        "Number of the teacher's most likely tokens that are compared with the student. By default its whole "
+        "Number of most likely tokens of the teacher that are compared with the student. None means the whole "
         "distribution.",
     )
     top_k_remainder: str = option(
         "tail",
-        "What stands for the tokens beyond top_k: tail (their total probability, a lower bound of the divergence) or "
+        "Treatment of the tokens outside top_k: tail (their total probability, a lower bound of the divergence) or "
         "residual (the sampled token, an unbiased estimate of reverse_kl on rollouts).",
     )
     precompute: bool = option(
         False,
-        "Score all rows once before training, and keep the teacher's top_k tokens on disk. Rollouts must be frozen.",
+        "Score all rows once before training, and cache the top_k tokens of the teacher on disk. Requires frozen "
+        "rollouts in OPD.",
     )
     merge_eos: bool | None = option(
         None,
-        "Count all EOS ids of student and teacher as one outcome in the divergence, if there are several. By default "
-        "true for rollouts, and false for data, whose own EOS id the cross-entropy trains in any case.",
+        "Count all EOS ids of student and teacher as one outcome in the divergence. None means true for OPD, and "
+        "false for KD, where the cross-entropy trains the EOS id of the data.",
     )
     prompt: str | dict[str, str] | None = option(
         None,
-        "Jinja template of the prompt that the teacher reads, over the columns of the row and `prompt`. Of several "
-        "teachers by name. A recipe has it in the teacher section.",
+        "Jinja template of the prompt of the teacher, with the columns of the row and `prompt` as variables. With "
+        "several teachers, a mapping by name. In a recipe it is in the teacher section.",
     )
     tokenizer: str | dict[str, str] | None = option(
         None,
-        "Name or folder of the teacher's tokenizer if it differs from the student's: texts are aligned. A recipe has "
-        "own_tokenizer in the teacher section.",
+        "Name or folder of the tokenizer of the teacher, if it differs from that of the student. Texts are then "
+        "aligned. In a recipe it is own_tokenizer in the teacher section.",
     )
     names: list[str] | None = option(
         None,
-        "Names of several teachers, of which each row has one in its column `teacher`. A recipe has the section "
+        "Names of several teachers. The column `teacher` of a row has one of them. In a recipe they are in the section "
         "teachers.",
     )
 
 
 TEACHER = OptionGroup(TeacherOptions)
 COMPARISON_OPTIONS = ("top_k", "top_k_remainder", "precompute", "merge_eos")
-"""Options of how student and teacher are compared, which a recipe may have in its teacher section."""
+"""Options for the comparison of student and teacher, which a recipe may have in its teacher section."""
 
 
 def precomputes(config: "PostTrainConfig") -> bool:
-    """Return whether a Config asks for the teacher's scores once, before training."""
+    """Return whether the teacher scores the rows once, before training."""
     teacher = getattr(config, "teacher", None)
     return teacher is not None and teacher.precompute

@@ -1,9 +1,9 @@
 """The student as its own teacher, with its weights at the start of training or with a moving average of them."""
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import peft
 import torch
@@ -16,10 +16,13 @@ from ..errors import InputError
 from ..models import score_cache
 from ..models.config import TeacherSection
 from ..models.frozen import FrozenModel, precast_linear_weights
-from ..models.reference import REFERENCE_ADAPTER, adapter_reference
+from ..models.reference import REFERENCE_ADAPTER, FrozenAdapterReference, adapter_reference
 from ..scoring import forward
 from ..trainer.interface import TrainerInterface
 from .local import LocalTeacher
+
+if TYPE_CHECKING:
+    from ..trainer.base import PostTrainer
 
 
 class SelfTeacher(LocalTeacher):
@@ -34,7 +37,10 @@ class SelfTeacher(LocalTeacher):
     offload = False
 
     def __init__(
-        self, trainer: TrainerInterface, teacher_context: Callable[..., AbstractContextManager[object]], description: str
+        self,
+        trainer: TrainerInterface,
+        teacher_context: Callable[..., AbstractContextManager[object]],
+        description: str,
     ) -> None:
         self.trainer = trainer
         self.teacher_context = teacher_context
@@ -116,7 +122,7 @@ class MovingAverage(TrainerCallback):
             average.copy_(state[name])
 
 
-def build_self_teacher(trainer: TrainerInterface, section: TeacherSection, name: str) -> LocalTeacher:
+def build_self_teacher(trainer: "PostTrainer", section: TeacherSection, name: str) -> LocalTeacher:
     """Return the teacher of a section with `self`. Its `average` is the callback that updates a moving average.
 
     Raises:
@@ -137,6 +143,7 @@ def build_self_teacher(trainer: TrainerInterface, section: TeacherSection, name:
     if teacher_context is not None:
         self_teacher = SelfTeacher(trainer, teacher_context, description)
         if is_average:
+            assert isinstance(teacher_context, FrozenAdapterReference)
             self_teacher.average = _build_average(partial(_adapter_pairs, policy, teacher_context), section.ema)
         return self_teacher
 
@@ -168,9 +175,7 @@ def _weight_pairs(teacher: LocalTeacher, policy: nn.Module) -> dict[str, tuple[T
     policy_weights = dict(forward.unwrap_model(policy).named_parameters())
     trained = {name for name, weight in policy_weights.items() if weight.requires_grad}
     return {
-        name: (weight, policy_weights[name])
-        for name, weight in teacher.model.named_parameters()
-        if name in trained
+        name: (weight, policy_weights[name]) for name, weight in teacher.model.named_parameters() if name in trained
     }
 
 

@@ -1,6 +1,6 @@
-"""What a teacher says about the scored tokens of a batch, and the interface of a teacher.
+"""Interface of a teacher, and the signals that it returns for the scored tokens of a batch.
 
-A loss states what it needs as a `Request`; `Teacher.signal` answers with one of four signals:
+A loss describes its needs as a `Request`. `Teacher.signal` returns one of four signals:
 
     Dense      the whole distribution, computed tile by tile
     TopK       the k most likely tokens
@@ -28,29 +28,29 @@ from .eos import MergedEOS
 
 @dataclass(frozen=True)
 class Request:
-    """What a loss needs from its teacher."""
+    """Request of a loss to its teacher."""
 
     kind: Literal["dense", "top_k", "sampled"]
     temperature: float  # divides the teacher's logits
-    vocabulary: int  # number of ids that all models have
+    vocabulary: int  # number of token ids that all models have
     eos: MergedEOS
     top_k: int = 0
 
 
 @dataclass(frozen=True)
 class Dense:
-    """The teacher's whole distribution at each scored token."""
+    """Whole distribution of the teacher at each scored token."""
 
     logits: TeacherLogits
 
 
 @dataclass(frozen=True)
 class TopK:
-    """The teacher's most likely tokens at each scored token."""
+    """Most likely tokens of the teacher at each scored token."""
 
     ids: Tensor  # [N, K]
     logps: Tensor  # [N, K], at the temperature of the request
-    targets: Tensor | None = None  # [N], log-probabilities of the targets; None where they were not kept
+    targets: Tensor | None = None  # [N], log-probabilities of the targets, None if they were not stored
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
         """Return a copy on `device`."""
@@ -66,7 +66,7 @@ class TopK:
 
 @dataclass(frozen=True)
 class Sampled:
-    """The teacher's log-probability of each target."""
+    """Log-probability of each target under the teacher."""
 
     targets: Tensor  # [N], at the temperature of the request
 
@@ -76,60 +76,64 @@ class Sampled:
 
 
 class SelectableLogits(TeacherLogits, Protocol):
-    """Logits of a teacher's own M tokens."""
+    """Logits at the M tokens of a teacher with another tokenizer."""
 
     def select(self, positions: Tensor) -> TeacherLogits:
-        """Return the logits at some positions [N], each in [0, M)."""
+        """Return the logits at positions [N], each in [0, M)."""
         ...
 
 
 @dataclass(frozen=True)
 class Chunked:
-    """What a teacher with another tokenizer says about its own M tokens, see `cross_tokenizer`."""
+    """Signal of a teacher with another tokenizer about its own M tokens, see `cross_tokenizer`."""
 
     batch: TeacherBatch
-    ids: Tensor  # [S], the student's ids that both tokenizers have
-    their_ids: Tensor  # [S], the teacher's ids of the same tokens
-    targets: Tensor  # [M], log-probabilities of its targets
-    states: SelectableLogits | None = None  # its whole distributions, where it gives them
-    reached: Tensor | None = None  # [M], probability that a token begins where it does; given with `states`
+    ids: Tensor  # [S], ids of the student for the tokens that both tokenizers have
+    teacher_ids: Tensor  # [S], ids of the teacher for the same tokens
+    targets: Tensor  # [M], log-probabilities of the targets of the teacher
+    states: SelectableLogits | None = None  # whole distributions, if the teacher returns them
+    start_probs: Tensor | None = None  # [M], see `cross_tokenizer.start_probability`, given together with `states`
 
 
 TeacherSignal: TypeAlias = Dense | TopK | Sampled | Chunked
 
 
 class Teacher(Protocol):
-    """A teacher of any kind. Scores are without gradient."""
+    """Interface of a teacher. Its scores have no gradient.
+
+    Attributes:
+        name: Name of one of several teachers, empty for a single teacher.
+        description: Description in checkpoints, next to a hash of the weights.
+        dense: Whether the teacher returns its whole distribution. A server returns only the top k.
+        aligner: Aligner of a teacher with another tokenizer, else None.
+        vocabulary: Number of token ids of the teacher. Ids that the student lacks are ignored.
+        models: Models in memory. The trainer chooses a layout that also suits them, and checks how they score.
+    """
 
     name: str
-    """Which of several teachers it is; empty for a single one."""
     description: str
-    """What a checkpoint stores about it, next to a hash of its weights."""
     dense: bool
-    """Whether it gives its whole distribution; a server gives only its top k."""
     aligner: Aligner | None
-    """Of a teacher with another tokenizer."""
     vocabulary: int
-    """Number of its token ids. Those that the student lacks are left out."""
     models: Sequence[FrozenModel]
-    """Its models in memory: the trainer chooses a layout that suits them too, and checks how they score."""
 
     def signal(self, batch: MicroBatch, request: Request) -> TeacherSignal:
-        """Return what the teacher says about the scored tokens of a batch. All ranks call it."""
+        """Return the signal for the scored tokens of a batch. All ranks call it."""
         ...
 
     def signals(self, batches: Sequence[MicroBatch], request: Request) -> list[TeacherSignal] | None:
-        """Return the signals of a whole window where that is faster than one batch at a time; otherwise None."""
+        """Return the signals for all batches of a window, or None if that is not faster than one batch at a time."""
         ...
 
     def join_collective(self, batch: MicroBatch) -> None:
-        """Take part in what all ranks do in `signal`, on a rank without tokens for this teacher. Only called for one of
-        several teachers.
+        """Take part in the collective operations of `signal` on a rank without tokens for this teacher.
+
+        It is only called for one of several teachers.
         """
         ...
 
-    def key(self) -> Any:
-        """Return what distinguishes its scores from those of another teacher, for caches."""
+    def key(self) -> object:
+        """Return the cache key of the scores, which differs from that of any other teacher."""
         ...
 
     def ends(self, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any] | None) -> list[int]:
@@ -137,5 +141,5 @@ class Teacher(Protocol):
         ...
 
     def release(self) -> None:
-        """Free the memory of the device until the next use."""
+        """Free the device memory until the next use."""
         ...

@@ -465,7 +465,7 @@ def test_a_picture_that_has_changed_is_told(tmp_path):
                         {"role": "assistant", "content": "yes"}], "images": [str(tmp_path / "a.jpg")]}  # fmt: skip
     trainer = trainer_for("sft", model, [row] * 4, tmp_path / "out", **given)
     Image.new("RGB", (40, 900)).save(tmp_path / "a.jpg")
-    with pytest.raises(InputError, match="pictures have changed since their rows were prepared"):
+    with pytest.raises(InputError, match="images have changed since their rows were prepared"):
         trainer.train()
 
 

@@ -96,11 +96,11 @@ def by_definition(student, teacher, tokenizer, prompt, their_prompt, answer, fun
     probs = reached_by_definition(p, found.ids, token_bytes(mine), token_bytes(tokenizer))
     for chunk in range(found.count):
         a = [n for n, c in enumerate(found.chunks) if c == chunk]
-        b = [n for n, c in enumerate(found.their_chunks) if c == chunk]
+        b = [n for n, c in enumerate(found.teacher_chunks) if c == chunk]
         gaps.append((own[a].sum() - theirs[b].sum()).detach())
     for chunk in range(found.count):
         a = [n for n, c in enumerate(found.chunks) if c == chunk]
-        b = [n for n, c in enumerate(found.their_chunks) if c == chunk]
+        b = [n for n, c in enumerate(found.teacher_chunks) if c == chunk]
         masses = [q[n, shared].exp().sum() for n in a] + [probs[n] * p[n, of_teacher].exp().sum() for n in b]
         one_to_one = len(a) == len(b) == 1 and function is not None
         counts["left by what the teacher says"] += (
@@ -217,10 +217,10 @@ def test_the_probability_of_a_beginning_is_that_of_a_loop_in_float64():
 def test_a_token_that_longer_ones_compete_with_is_never_taken_for_certain(size):
     """However small both are: a longer token e^2 times as probable leaves 0.119."""
     teacher = CrossTokenizerTeacher.__new__(CrossTokenizerTeacher)
-    teacher.lacking = torch.tensor([1, 2, 3])
+    teacher.teacher_only = torch.tensor([1, 2, 3])
     logps = torch.full((2, 6), -100.0)
     logps[:, 4], logps[:, 1], logps[:, 0], logps[:, 2] = math.log(0.6), math.log(0.4), size, size + 2
-    longer = teacher.longer(logps, torch.tensor([[[1, 2]], [[0, 0]]]))
+    longer = teacher.longer_logps(logps, torch.tensor([[[1, 2]], [[0, 0]]]))
     found = start_probability(torch.tensor([size, -0.1]), longer)[1].item()
     assert found == pytest.approx(0.1192, abs=1e-3) if size > -25 else found < 0.1192 + 1e-3
 
@@ -231,15 +231,15 @@ def test_longer_tokens_are_summed_as_in_a_loop_and_those_without_a_logit_have_no
     aligner = Aligner(byte_tokenizer(), teacher, [258], teacher.eos_token_id)
     eos, ends = MergedEOS(torch.tensor([258])), [teacher.eos_token_id]
     across = CrossTokenizerTeacher(None, aligner, eos, ends, torch.device("cpu"))
-    size, count = max(aligner.lacking), len(aligner.lacking)
+    size, count = max(aligner.teacher_only), len(aligner.teacher_only)
     logps = torch.log_softmax(4 * torch.randn(3, size, generator=torch.Generator().manual_seed(0)), -1)
     ranges = torch.tensor([[[0, count], [2, 3]], [[0, 0], [5, 9]], [[count - 1, count], [0, 0]]])
     expected = torch.zeros(3, 2, dtype=torch.float64)
     for (row, depth), _ in np.ndenumerate(expected.numpy()):
         first, last = ranges[row, depth].tolist()
-        tokens = [token for token in aligner.lacking[first:last] if token < size]
+        tokens = [token for token in aligner.teacher_only[first:last] if token < size]
         expected[row, depth] = logps[row, tokens].double().exp().sum().log()
-    torch.testing.assert_close(across.longer(logps, ranges).double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(across.longer_logps(logps, ranges).double(), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("method", ["opd", "kd"])

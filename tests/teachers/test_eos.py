@@ -12,7 +12,7 @@ from hf_posttrain.scoring import teacher_tiles as distill
 from hf_posttrain.scoring.forward import LMHead
 from hf_posttrain.scoring.head import LogProb
 from hf_posttrain.scoring.policy_gradient import SampledPolicyGradient
-from hf_posttrain.scoring.top_tokens import TopTokens, residual, top_k
+from hf_posttrain.scoring.top_tokens import TopTokens, residual_reverse_kl, top_k_divergence
 from hf_posttrain.teachers.eos import MergedEOS
 from hf_posttrain.teachers.local import TeacherStates
 
@@ -63,8 +63,8 @@ def assert_equal(head, tile, expected, leaves):
 def test_a_divergence_is_over_merged_outcomes(name, temperature, softcap, given):
     hidden, weight, theirs, tokens = given
     stop, transform = MergedEOS(torch.tensor(ENDS), temperature), H.LogitTransform(softcap=softcap)
-    function = distill.divergence(name, 0.3 if name == "jsd" else None)
-    tile = distill.dense(function, teacher_of(theirs.clone(), stop), stop.merge_ids(tokens), temperature, 0.0)
+    function = distill.divergence_function(name, 0.3 if name == "jsd" else None)
+    tile = distill.dense_divergence(function, teacher_of(theirs.clone(), stop), stop.merge_ids(tokens), temperature, 0.0)
     logits = transform(hidden @ weight.T)
     q, p = merged_logps(logits, temperature), merged_logps(theirs, temperature)
     stats = assert_equal(H.LinearHead(weight, None, transform), stop.wrap(tile), function(q, p), (hidden, weight))
@@ -79,11 +79,11 @@ def test_the_cross_entropy_beside_it_is_that_of_the_data(name, coef, given):
     hidden, weight, theirs, tokens = given
     stop = MergedEOS(torch.tensor(ENDS), 0.6)
     teacher, merged = teacher_of(theirs.clone(), stop), stop.merge_ids(tokens)
-    tile = stop.wrap(distill.dense(DIVERGENCES[name], teacher, merged, 0.6, 0.0))
+    tile = stop.wrap(distill.dense_divergence(DIVERGENCES[name], teacher, merged, 0.6, 0.0))
     logits = hidden @ weight.T
     ce = nn.functional.cross_entropy(logits, tokens, reduction="none")
     value = DIVERGENCES[name](merged_logps(logits, 0.6), merged_logps(theirs, 0.6))
-    tile = distill.beside_cross_entropy(tile, tokens, coef)
+    tile = distill.add_cross_entropy(tile, tokens, coef)
     stats = assert_equal(H.LinearHead(weight, None), tile, (1 - coef) * value + coef * ce, (hidden, weight))
     if coef:
         torch.testing.assert_close(stats["ce"], ce.detach())
@@ -128,7 +128,7 @@ def test_a_cached_teacher_has_merged_outcomes_too(given):
     kept = stop.wrap(TopTokens(10, 0.6, V))(theirs.clone(), slice(0, N), False, torch.empty(N, V).double()).stats
     assert torch.isin(kept["ids"], torch.tensor(ENDS)).sum(-1).tolist() == [1] * N
     cache = kept["ids"], kept["logps"]
-    tile = top_k(DIVERGENCES["forward_kl"], *cache, stop.merge_ids(tokens), 0.6, V)
+    tile = top_k_divergence(DIVERGENCES["forward_kl"], *cache, stop.merge_ids(tokens), 0.6, V)
     expected = DIVERGENCES["forward_kl"](merged_logps(hidden @ weight.T, 0.6), merged_logps(theirs, 0.6))
     values, _ = H.score_tokens(H.LinearHead(weight, None), hidden, stop.wrap(tile))
     torch.testing.assert_close(values, expected, atol=1e-6, rtol=1e-6)  # the empty tail is 1e-7 at least
@@ -140,7 +140,7 @@ def test_all_tokens_and_the_residual_are_the_dense_loss(given):
     stop = MergedEOS(torch.tensor(ENDS), 0.6)
     tile = stop.wrap(TopTokens(V, 0.6, V, stop.merge_ids(tokens)))
     kept = tile(theirs.clone(), slice(0, N), False, torch.empty(N, V).double())
-    tile = residual(kept.stats["ids"], kept.stats["logps"], stop.merge_ids(tokens), 0.6, V, teacher=kept.value)
+    tile = residual_reverse_kl(kept.stats["ids"], kept.stats["logps"], stop.merge_ids(tokens), 0.6, V, teacher=kept.value)
     expected = DIVERGENCES["reverse_kl"](merged_logps(hidden @ weight.T, 0.6), merged_logps(theirs, 0.6))
     assert_equal(H.LinearHead(weight, None), stop.wrap(tile), expected, (hidden, weight))
 
@@ -161,7 +161,7 @@ def test_every_order_of_the_ends_gives_the_same(given):
     for ends in itertools.permutations(ENDS):
         stop = MergedEOS(torch.tensor(ends))
         teacher, merged = teacher_of(theirs.clone(), stop), stop.merge_ids(tokens)
-        tile = distill.dense(DIVERGENCES["reverse_kl"], teacher, merged, 1.0, 0.0)
+        tile = distill.dense_divergence(DIVERGENCES["reverse_kl"], teacher, merged, 1.0, 0.0)
         found.append(H.score_tokens(H.LinearHead(weight, None), hidden, stop.wrap(tile))[0])
     for values in found[1:]:
         torch.testing.assert_close(values, found[0])
