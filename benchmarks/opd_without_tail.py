@@ -9,11 +9,11 @@ import torch
 
 from hf_posttrain import run
 from hf_posttrain.methods import objective
-from hf_posttrain.scoring.teacher_tiles import at_temperature, differentiated
+from hf_posttrain.scoring.teacher_tiles import at_temperature, autograd_tile
 
 
 def without_tail(ids, logps, targets, temperature, vocabulary, *, teacher):  # type: ignore[no-untyped-def]
-    """As `top_tokens.residual`, without the residual."""
+    """As `top_tokens.residual_reverse_kl`, without the residual."""
 
     def value(logits, rows):  # type: ignore[no-untyped-def]
         q = torch.log_softmax(at_temperature(logits[:, :vocabulary], temperature), dim=-1)
@@ -22,9 +22,9 @@ def without_tail(ids, logps, targets, temperature, vocabulary, *, teacher):  # t
         found = (top.exp() * (top - logps[rows])).sum(-1)
         return found, {"divergence": found, "student": own, "teacher": teacher[rows]}
 
-    return differentiated(value)
+    return autograd_tile(value)
 
 
 if __name__ == "__main__":
-    objective.residual = without_tail
+    objective.residual_reverse_kl = without_tail
     sys.exit(run.main())

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from hf_posttrain.batching.micro_batch import MicroBatch
 from hf_posttrain.check.saved_tensors import SavedTensorCounter
-from hf_posttrain.data.images import ImageReader, stored
+from hf_posttrain.data.images import ImageReader, to_stored_image
 from hf_posttrain.models.load import without_video_processor
 from hf_posttrain.scoring import forward
 from hf_posttrain.scoring.attention_selection import choose_attention, row_multiple
@@ -75,13 +75,13 @@ def pictures(answer: int) -> tuple[Any, list[Example], Any]:
     config = tf.Qwen3VLConfig(text_config=TEXT | {"rope_parameters": rope}, vision_config=vision, **special)
     model = tf.Qwen3VLForConditionalGeneration(config)
     reader = ImageReader(_processor())
-    picture = stored(Image.effect_noise((448, 448), 60).convert("RGB"))
-    count = reader.features(reader.expansion(picture))
+    picture = to_stored_image(Image.effect_noise((448, 448), 60).convert("RGB"))
+    count = reader.count_features(reader.expansion(picture))
     rows = [
-        Example([7, *[PLACE] * count, *range(20, 40)], [Branch([*range(50, 50 + answer)])] * 2, pictures=[picture])
+        Example([7, *[PLACE] * count, *range(20, 40)], [Branch([*range(50, 50 + answer)])] * 2, images=[picture])
         for _ in range(4)
     ]
-    return model, rows, VisionInputs.of(model, reader)
+    return model, rows, VisionInputs.from_model(model, reader)
 
 
 def _processor() -> Any:
@@ -122,7 +122,9 @@ def main(words: list[str] | None = None) -> int:
         model.train()
         forward.enable_scoring(model)
         choose_attention(model, torch.device("cpu"))
-        batches = {name: collate(rows, name, row_multiple=row_multiple([model]), pictures=seen) for name in LAYOUTS}
+        batches = {
+            name: collate(rows, name, row_multiple=row_multiple([model]), vision_inputs=seen) for name in LAYOUTS
+        }
         found: dict[str, list[tuple[float, int, Tensor]]] = {name: [] for name in LAYOUTS}
         for _ in range(given.repeats + 1):  # the first of each is left out
             for name, batch in batches.items():

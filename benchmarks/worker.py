@@ -16,7 +16,7 @@ import torch
 from transformers import AutoTokenizer, TrainerCallback
 
 from hf_posttrain.scoring import forward
-from hf_posttrain.scoring.attention_selection import avoid_cudnn
+from hf_posttrain.scoring.attention_selection import disable_cudnn_attention
 
 from . import flops
 from .setting import build_model
@@ -95,7 +95,7 @@ def measure(spec: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
     """
     device = spec["device"]
     clock = Clock(spec["device"], spec.get("warm_up", 1))
-    avoid_cudnn(torch.device(device))  # for both sides: it plans attention anew for each shape
+    disable_cudnn_attention(torch.device(device))  # for both sides: it plans attention anew for each shape
     tokenizer = AutoTokenizer.from_pretrained(spec["folder"])
     expected = None
     # on a GPU before Liger changes the models' classes; on CPU after the run, whose peak memory it would be

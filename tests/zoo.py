@@ -62,7 +62,7 @@ def row(name: str, found: dict) -> str:
     if not why and layouts == ["padded"]:
         why = found.get("why", "")
         if why.endswith("so a prompt is computed once"):  # its attention would
-            why = "its other layouts give other numbers than its own forward"
+            why = "its scores in other layouts differ from its own forward"
     cells = [f"`{name}`", ", ".join(layouts) or "none", found.get("head", "none"), lora,
              WAYS[found.get("answers", "")], shorten(why.replace("|", "/"), 160, placeholder=" ...")]  # fmt: skip
     return "| " + " | ".join(cells) + " |\n"

@@ -22,7 +22,7 @@ from transformers.utils import is_flash_attn_2_available
 from hf_posttrain.losses import divergence
 from hf_posttrain.scoring import attention, attention_selection, forward, head, teacher_tiles
 from hf_posttrain.scoring.head import LogProb, TileFunction
-from hf_posttrain.scoring.teacher_tiles import dense
+from hf_posttrain.scoring.teacher_tiles import dense_divergence
 from hf_posttrain.teachers.local import TeacherStates
 
 from .. import flops
@@ -112,7 +112,7 @@ def version_of(package: str) -> str | None:
 def check_layouts(settings: Settings) -> Iterator[Record]:
     """Log-probabilities and a gradient of shared, packed and padded rows, against padded rows with eager attention."""
     device = torch.device(settings.device)
-    attention_selection.avoid_cudnn(device)
+    attention_selection.disable_cudnn_attention(device)
     spec = {"device": settings.device, "dtype": "float32", "attention": "eager"}
     model = random_model(configured(settings.shape("qwen3-0.6b"), BPE_VOCABULARY), spec)
     forward.enable_scoring(model)
@@ -228,7 +228,7 @@ def vary_shapes(settings: Settings) -> Iterator[Record]:
 
 def implementations(settings: Settings) -> list[str]:
     """Return the ways in which tile functions can be computed here: `torch`, and `kernels` of Triton on a GPU."""
-    has_kernels = head.kernels(torch.empty(0, device=settings.device)) is not None
+    has_kernels = head.triton_kernels(torch.empty(0, device=settings.device)) is not None
     return ["torch", *(["kernels"] if has_kernels else [])]
 
 
@@ -241,11 +241,11 @@ def patched_head(by: str, rows: int | None = None, recompute: bool = False) -> I
         rows: Tokens of a tile; `None` for the default.
         recompute: Compute each tile again in the backward instead of keeping its gradient.
     """
-    names = {"kernels": (head, teacher_tiles), "tile_rows": (head,), "kept_logits": (head,)}
+    names = {"triton_kernels": (head, teacher_tiles), "tile_rows": (head,), "max_kept_logits": (head,)}
     before = {name: getattr(head, name) for name in names}
-    changed: dict[str, Any] = {"kernels": lambda _: None} if by == "torch" else {}
+    changed: dict[str, Any] = {"triton_kernels": lambda _: None} if by == "torch" else {}
     changed |= {} if rows is None else {"tile_rows": lambda *_: rows}
-    changed |= {"kept_logits": lambda *_: 0} if recompute else {}
+    changed |= {"max_kept_logits": lambda *_: 0} if recompute else {}
     for name, value in (before | changed).items():
         for module in names[name]:
             setattr(module, name, value)
@@ -291,7 +291,7 @@ def check_head(settings: Settings) -> Iterator[Record]:
         tile: TileFunction = LogProb(targets)
         if value != "log_prob":
             states = TeacherStates(teacher, hidden.detach())
-            tile = dense(getattr(divergence, value), states, targets, 1.0, ce_coef=0.0)
+            tile = dense_divergence(getattr(divergence, value), states, targets, 1.0, ce_coef=0.0)
         with patched_head(by, 100 if tiled else None, recompute=tiled):
             values, _ = head.score_tokens(head.LinearHead(weight, None), hidden, tile, weights)
             found = (values.detach(), *torch.autograd.grad(values.sum(), (hidden, weight)))

@@ -26,7 +26,7 @@ def build(settings: Settings, implementation: str = "sdpa", ours: bool = True) -
     spec = {"device": settings.device, "dtype": "bfloat16", "attention": implementation}
     model = random_model(configured(settings.shape("qwen3-0.6b"), settings.vocabulary), spec)
     forward.enable_scoring(model)
-    attention_selection.avoid_cudnn(device)
+    attention_selection.disable_cudnn_attention(device)
     if ours:
         attention_selection.choose_attention(model, device)
     return model

@@ -1,1 +1,1 @@
-"""Prepared rows -> micro-batches of tensors."""
+"""Micro-batches: the tensors that are made from prepared rows."""

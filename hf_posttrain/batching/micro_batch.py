@@ -1,4 +1,4 @@
-"""The tensors of one micro-batch, with a documented shape for each.
+"""Tensors of a micro-batch, with a documented shape for each.
 
 Legend: B examples, K branches per example, R rows of tokens, L row length, N scored tokens.
 """
@@ -13,19 +13,19 @@ from transformers.utils import ModelOutput
 
 
 class Segments(TypedDict):
-    """The pieces (a prompt or a branch) of one row of L tokens, for attention without a mask."""
+    """Segments (a prompt or a branch) of one row of L tokens, for attention without a mask."""
 
-    cu_seq_lens_q: Tensor  # int32 [pieces + 1], start of the queries of each piece
-    cu_seq_lens_k: Tensor  # int32 [pieces + 1], start of the keys of each piece
+    cu_seq_lens_q: Tensor  # int32 [segments + 1], start of the queries of each segment
+    cu_seq_lens_k: Tensor  # int32 [segments + 1], start of the keys of each segment
     max_length_q: int
     max_length_k: int
-    sizes: list[tuple[int, int]]  # queries and keys of each piece
-    gathered: Tensor | None  # [keys], places of all keys in the row; None where queries and keys are the row as it is
+    sizes: list[tuple[int, int]]  # number of queries and keys of each segment
+    gathered: Tensor | None  # [keys], indices of all keys in the row; None if the keys are the row itself
 
 
 @dataclass(frozen=True)
 class Deferred:
-    """Items that are laid out later in the step; moving a batch to a device leaves them as they are."""
+    """Items that are laid out later in the step. They are unchanged when a batch moves to a device."""
 
     items: list[Any]
 
@@ -34,33 +34,33 @@ class Deferred:
 class MicroBatch(ModelOutput):
     """B examples with K branches each, as R rows of L tokens.
 
-    Fields that a batch does not have are None, and are no keys of its mapping interface, which Trainer and Accelerate
-    use. A method adds fields in a subclass. `replace` and `dataclasses.replace` return a changed copy.
+    Absent fields are None, and are not keys of the mapping interface, which Trainer and Accelerate use. A method adds
+    fields in a subclass. `replace` and `dataclasses.replace` return a changed copy.
     """
 
     # ---- tokens
     input_ids: Tensor = None  # type: ignore[assignment]  # [R, L]
     position_ids: Tensor = None  # type: ignore[assignment]  # [R, L]
-    shift_labels: Tensor = None  # type: ignore[assignment]  # [R, L], the id to predict at a position, -100 for none
+    shift_labels: Tensor = None  # type: ignore[assignment]  # [R, L], id to predict at each position, -100 for none
     router_weights: Tensor = None  # type: ignore[assignment]  # [R, L], branches that share a token, 0 for padding
 
     # ---- scored tokens, branches and rows
-    scored: Tensor = None  # type: ignore[assignment]  # [N], positions of `shift_labels.flatten()` that have a target
+    scored: Tensor = None  # type: ignore[assignment]  # [N], indices in `shift_labels.flatten()` that have a target
     owner: Tensor = None  # type: ignore[assignment]  # [N], branch of each scored token
-    row: Tensor = None  # type: ignore[assignment]  # [branches], row of the data to which a branch belongs
-    index: Tensor = None  # type: ignore[assignment]  # [rows of data], number in the dataset, -1 for unknown
-    row_weights: Tensor | None = None  # [rows of data], 0 for a row that only completes the last batch of a pass
+    row: Tensor = None  # type: ignore[assignment]  # [branches], dataset row of each branch
+    index: Tensor = None  # type: ignore[assignment]  # [dataset rows], number in the dataset, -1 if unknown
+    row_weights: Tensor | None = None  # [dataset rows], 0 for a row that only completes the last batch of a pass
 
     # ---- attention
-    attention_mask: Tensor | None = None  # [R, L] of the padded layout
-    document: Tensor | None = None  # [R, L], attention document of a token, -1 for padding
-    branch: Tensor | None = None  # [R, L], branch of a token within its document, 0 for the prompt
-    segments: Segments | None = None  # where the batch is one row
+    attention_mask: Tensor | None = None  # [R, L], only in the padded layout
+    document: Tensor | None = None  # [R, L], attention document of each token, -1 for padding
+    branch: Tensor | None = None  # [R, L], branch of each token within its document, 0 for the prompt
+    segments: Segments | None = None  # only if the batch is one row
 
     # ---- images
-    visual: dict[str, Tensor] | None = None  # inputs of the vision encoder
-    blind: bool | None = None  # `visual` is a blank image, of which no token is seen
-    picture: Tensor | None = None  # [R, L], number of the image within the row, 0 for text
+    vision_inputs: dict[str, Tensor] | None = None  # inputs of the vision encoder
+    blank_image: bool | None = None  # `vision_inputs` hold a blank image to which no token attends
+    image_numbers: Tensor | None = None  # [R, L], number of the image within the row, 0 for text
     rope_positions: Tensor | None = None  # [3, R, L], positions of M-RoPE
 
     # ---- scores from before the step
@@ -68,12 +68,12 @@ class MicroBatch(ModelOutput):
 
     @property
     def targets(self) -> Tensor:
-        """The tokens to predict at the scored positions, [N]."""
+        """Tokens to predict at the scored positions, [N]."""
         return self.shift_labels.flatten()[self.scored]
 
     @property
     def weights_of_rows(self) -> Tensor:
-        """1 for each row of data that counts, 0 for others, [rows of data]."""
+        """1 for each dataset row that counts, 0 for the others, [dataset rows]."""
         if self.row_weights is None:
             return torch.ones(len(self.index), device=self.index.device)
         return self.row_weights
@@ -87,29 +87,32 @@ class MicroBatch(ModelOutput):
         return replace(self, **changes)
 
     def update(self, *changes: Any, **more: Any) -> None:
-        """Change some fields in place, which `ModelOutput` rejects; torch's `default_convert` calls it on a copy."""
+        """Change some fields in place.
+
+        `ModelOutput` rejects this, but torch's `default_convert` calls it on a copy.
+        """
         for name, value in dict(*changes, **more).items():
             self[name] = value
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
         """Return a copy on `device`. Unlike Trainer's own transfer it casts nothing, so that counts stay exact."""
-        moved = {field.name: getattr(self, field.name) for field in fields(self)}
-        return type(self)(**send_to_device(moved, device, non_blocking=non_blocking))
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return type(self)(**send_to_device(values, device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Self:
-        """Return a copy in pinned memory; `DataLoader` calls it."""
-        return self.replace(**{name: _pinned(value) for name, value in self.items()})
+        """Return a copy in pinned memory. `DataLoader` calls this method."""
+        return self.replace(**{name: _pin_memory(value) for name, value in self.items()})
 
 
 Batch = TypeVar("Batch", bound=MicroBatch)
 
 
-def _pinned(value: object) -> Any:
-    """Return a copy of a value in pinned memory, as far as it holds tensors."""
+def _pin_memory(value: object) -> Any:
+    """Return a copy of a value with its tensors in pinned memory."""
     if hasattr(value, "pin_memory"):  # a tensor, or a batch within a batch, which is a dict too
         return value.pin_memory()
     if isinstance(value, dict):
-        return {name: _pinned(each) for name, each in value.items()}
+        return {name: _pin_memory(item) for name, item in value.items()}
     if isinstance(value, list):
-        return [_pinned(each) for each in value]
+        return [_pin_memory(item) for item in value]
     return value

@@ -1,1 +1,1 @@
-"""All the mathematics, as pure functions of tensors: nothing here knows of models, batches or trainers."""
+"""Losses as pure functions of tensors, independent of models, batches and trainers."""

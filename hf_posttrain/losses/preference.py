@@ -1,10 +1,10 @@
-"""Losses of preference pairs, DPO and its family. Every function returns one value per pair; nothing is reduced.
+"""Losses of preference pairs: DPO and its family. Every function returns one value per pair, without reduction.
 
-Notation: a = log pi(chosen) - log ref(chosen), c = the same of the rejected answer, D = a - c, all summed over the
+Notation: a = log pi(chosen) - log ref(chosen), c = the same for the rejected answer, D = a - c, all summed over the
 tokens of the answer; s = sigmoid, ls = log sigmoid. B: number of pairs.
 
-PAIRED names the losses as recipes do. A new loss is a function and a line in that table, then the other steps in
-docs/architecture.md, "Adding a loss".
+PAIRED maps the names in recipes to the losses. A new loss is a function and a line in that table, followed by the other
+steps in docs/architecture.md, "Adding a loss".
 """
 
 from collections.abc import Callable
@@ -20,18 +20,18 @@ class Pairs:
     """B preference pairs; column 0 is the chosen answer, column 1 the rejected one."""
 
     logps: Tensor  # [B, 2] log pi(answer | prompt), summed over its trained tokens
-    ref_logps: Tensor  # [B, 2] the same under the reference; zeros for reference-free losses
+    ref_logps: Tensor  # [B, 2] log ref(answer | prompt); zeros for reference-free losses
     lengths: Tensor  # [B, 2] trained tokens
 
     @property
     def log_ratios(self) -> tuple[Tensor, Tensor]:
-        """A and c, [B] each."""
+        """Log-ratios a and c to the reference, [B] each."""
         a, c = (self.logps - self.ref_logps).unbind(1)
         return a, c
 
     @property
     def margin(self) -> Tensor:
-        """D = a - c, [B]."""
+        """Margin D = a - c of the log-ratios, [B]."""
         a, c = self.log_ratios
         return a - c
 
@@ -44,9 +44,9 @@ class Pairs:
 
 @dataclass(frozen=True)
 class PairedOptions:
-    """The scalars of the paired losses; each loss reads those of its paper."""
+    """Scalars of the paired losses. Each loss reads the scalars that its paper defines."""
 
-    beta: float = 0.1  # strength of the pull to the reference (SimPO: reward scale; ORPO: weight of the odds ratio)
+    beta: float = 0.1  # regularization strength (SimPO: reward scale; ORPO: weight of the odds ratio)
     label_smoothing: float = 0.0  # probability e that a preference label is flipped
     simpo_gamma: float = 0.5  # SimPO's target reward margin
 
@@ -86,7 +86,7 @@ def ipo(p: Pairs, o: PairedOptions) -> Tensor:
 
 
 def ipo_sum(p: Pairs, o: PairedOptions) -> Tensor:
-    """(D - 1/(2 beta))^2: IPO as its paper writes it, eq. 17 (arXiv 2310.12036)."""
+    """(D - 1/(2 beta))^2: IPO as defined in its paper, eq. 17 (arXiv 2310.12036)."""
     return (p.margin - 1 / (2 * o.beta)) ** 2
 
 
@@ -104,7 +104,7 @@ def bco_pair(p: Pairs, o: PairedOptions) -> Tensor:
 
 def sppo_hard(p: Pairs, o: PairedOptions) -> Tensor:
     """(a - 1/(2 beta))^2 + (c + 1/(2 beta))^2: SPPO with hard labels, Wu et al. 2024, eq. 4.7 (arXiv 2405.00675)."""
-    (a, c) = p.log_ratios
+    a, c = p.log_ratios
     half = 0.5 / o.beta
     return (a - half) ** 2 + (c + half) ** 2
 
@@ -140,7 +140,7 @@ def orpo(p: Pairs, o: PairedOptions) -> Tensor:
 
 
 def _log_odds(mean_logps: Tensor) -> Tensor:
-    """log(P / (1 - P)) of per-token mean log-probabilities, kept finite where P rounds to 1."""
+    """Return log(P / (1 - P)) of mean log-probabilities per token, finite where P rounds to 1."""
     logps = mean_logps.clamp(max=-1e-6)
     return logps - torch.log(-torch.expm1(logps))
 

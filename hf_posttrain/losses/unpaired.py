@@ -1,8 +1,8 @@
-"""Losses of single labelled answers, such as KTO. Every function returns one value per answer; nothing is reduced.
+"""Losses of single labelled answers, such as KTO. Every function returns one value per answer, without reduction.
 
-log_ratio [B] = log pi(answer) - log ref(answer), summed over its tokens; label [B] bool, is the answer desirable?
-shift is a scalar: what the log-ratio is compared with. s = sigmoid, ls = log sigmoid. UNPAIRED names the losses as
-recipes do.
+log_ratio [B] = log pi(answer) - log ref(answer), summed over its tokens. label [B] bool is true for a desirable answer.
+shift is the scalar with which the log-ratio is compared. s = sigmoid, ls = log sigmoid. UNPAIRED maps the names in
+recipes to the losses.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from torch.nn.functional import logsigmoid
 def kto(log_ratio: Tensor, label: Tensor, shift: Tensor, beta: float) -> Tensor:
     """1 - s(beta (r - KL)) if desirable, 1 - s(beta (KL - r)) if not: KTO, Ethayarajh et al. eq. 8 (arXiv 2402.01306).
 
-    log_ratio [B], label [B] bool, shift: the clamped KL estimate, a scalar; returns [B], weights not applied.
+    `shift` is the clamped KL estimate. Returns [B], without the weights of the two classes.
     """
     x = beta * (log_ratio - shift)
     return 1 - torch.where(label, x, -x).sigmoid()

@@ -1,1 +1,1 @@
-"""Rows of examples -> one value per trained token, without logits of the whole batch."""
+"""Scoring: rows of examples become one value per trained token, without logits of the whole batch."""

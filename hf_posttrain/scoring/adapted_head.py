@@ -1,4 +1,4 @@
-"""The tiled head of a model whose head is no plain linear layer: an adapter on it, a quantised one, or own logits."""
+"""Tiled head of a model whose head is not a plain linear layer: with an adapter, quantized, or with own logits."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,21 +14,31 @@ from .head import TileFunction, tiles
 def score_tokens_through(
     logits_of: Callable[[Tensor], Tensor], hidden: Tensor, tile: TileFunction, vocabulary: int
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """`head.score_tokens` for any function from hidden states [n, H] to logits [n, V]: each tile is checkpointed."""
+    """Compute `head.score_tokens` for any function from hidden states to logits, with a checkpoint for each tile.
 
-    def value(part: Tensor, rows: slice, stats: dict[str, Tensor]) -> Tensor:
+    Args:
+        logits_of: Function from hidden states [n, H] to logits [n, V].
+        hidden: Hidden states [N, H].
+        tile: Tile function.
+        vocabulary: Number of logits V.
+
+    Returns:
+        The values [N], and statistics [N] by name.
+    """
+
+    def tile_value(part: Tensor, rows: slice, stats: dict[str, Tensor]) -> Tensor:
         return _TileValue.apply(logits_of(part), tile, rows, stats)
 
-    found: list[tuple[Tensor, dict[str, Tensor]]] = []
+    results: list[tuple[Tensor, dict[str, Tensor]]] = []
     for rows in tiles(hidden, vocabulary):
         stats: dict[str, Tensor] = {}
-        found.append((checkpoint(value, hidden[rows], rows, stats, use_reentrant=False), stats))
-    values = torch.cat([value for value, _ in found])
-    return values, {name: torch.cat([stats[name] for _, stats in found]) for name in found[0][1]}
+        results.append((checkpoint(tile_value, hidden[rows], rows, stats, use_reentrant=False), stats))
+    values = torch.cat([value for value, _ in results])
+    return values, {name: torch.cat([stats[name] for _, stats in results]) for name in results[0][1]}
 
 
 class _TileValue(torch.autograd.Function):
-    """A tile function as an autograd step from logits [n, V] to values [n]; its stats are left in a dictionary."""
+    """Tile function as an autograd function from logits [n, V] to values [n]. It fills a dictionary of statistics."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, tile: TileFunction, rows: slice, stats: dict[str, Tensor]) -> Tensor:

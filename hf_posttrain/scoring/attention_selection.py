@@ -1,4 +1,4 @@
-"""The attention implementation of a model: the form of `attention` that is quickest on a device."""
+"""Selection of the attention implementation that is fastest for a model on a device."""
 
 import logging
 import os
@@ -15,65 +15,79 @@ from .flex import BLOCK, attend_by_block
 from .varlen import has_varlen_kernel
 
 logger = logging.getLogger(__name__)
-BEFORE = "_attention_before_ours"
-"""The attribute of a model that keeps what `choose_attention` replaced."""
-FORMS: dict[str, Callable[..., Any]] = {BY_SEGMENT: attend_by_segment, BY_BLOCK: attend_by_block}
+ORIGINAL_ATTENTION = "_attention_before_ours"
+"""Attribute of a model with the implementation that `choose_attention` replaced."""
+ATTENTION_FUNCTIONS: dict[str, Callable[..., Any]] = {BY_SEGMENT: attend_by_segment, BY_BLOCK: attend_by_block}
 
 
 def choose_attention(model: PreTrainedModel, device: torch.device) -> None:
-    """Give a causal LM that will run on `device` the form that is quickest there; on a GPU it is logged, and why."""
-    chosen, why = quickest(model, device)
-    if chosen in FORMS and model.config.get_text_config()._attn_implementation != chosen:
-        AttentionInterface.register(chosen, FORMS[chosen])
-        AttentionMaskInterface.register(chosen, sdpa_mask)  # of rows that were not laid out here, as in generation
-        setattr(model, BEFORE, model.config.get_text_config()._attn_implementation)
-        model.set_attn_implementation(chosen)
+    """Set the fastest attention implementation of a causal LM on `device`. On a GPU the choice is logged."""
+    implementation, reason = fastest_attention(model, device)
+    current = model.config.get_text_config()._attn_implementation
+    if implementation in ATTENTION_FUNCTIONS and current != implementation:
+        AttentionInterface.register(implementation, ATTENTION_FUNCTIONS[implementation])
+        AttentionMaskInterface.register(implementation, sdpa_mask)  # for rows without a layout, as in generation
+        setattr(model, ORIGINAL_ATTENTION, current)
+        model.set_attn_implementation(implementation)
+
     if device.type != "cpu":
-        avoid_cudnn(device)
-        logger.info("attention of %s: %s (%s)", type(model).__name__, chosen, why)
+        disable_cudnn_attention(device)
+        logger.info("attention of %s: %s (%s)", type(model).__name__, implementation, reason)
 
 
-def undo_choice(model: PreTrainedModel) -> bool:
-    """Give a model back what `choose_attention` replaced, which takes a mask. False where that was nothing."""
-    before = vars(model).pop(BEFORE, None)
-    if before:
-        model.set_attn_implementation(before)
-    return before is not None
+def restore_attention(model: PreTrainedModel) -> bool:
+    """Restore the implementation that `choose_attention` replaced, which takes a mask.
+
+    Returns:
+        False if `choose_attention` replaced nothing.
+    """
+    original = vars(model).pop(ORIGINAL_ATTENTION, None)
+    if original:
+        model.set_attn_implementation(original)
+    return original is not None
 
 
-def avoid_cudnn(device: torch.device) -> None:
-    """On a GPU, no cuDNN as a backend of sdpa: on Hopper it plans anew for each shape, 0.4 to 1 s each time. The
-    environment variable TORCH_CUDNN_SDPA_ENABLED=1 keeps it.
+def disable_cudnn_attention(device: torch.device) -> None:
+    """Disable cuDNN as a backend of sdpa on a GPU.
+
+    On Hopper cuDNN builds a plan for each shape, which takes 0.4 to 1 s each time. The environment variable
+    TORCH_CUDNN_SDPA_ENABLED=1 keeps it enabled.
     """
     if device.type != "cpu":
         torch.backends.cuda.enable_cudnn_sdp(os.environ.get("TORCH_CUDNN_SDPA_ENABLED") == "1")
 
 
-def quickest(model: PreTrainedModel, device: torch.device) -> tuple[str, str]:
-    """The attention implementation that `choose_attention` gives a model, and why."""
+def fastest_attention(model: PreTrainedModel, device: torch.device) -> tuple[str, str]:
+    """Return the attention implementation that `choose_attention` sets, and the reason."""
     config: Any = model.config.get_text_config()
-    asked = config._attn_implementation or "eager"
-    if asked in FORMS or not model._can_set_attn_implementation():
-        return asked, "it is set already, or cannot be set"
-    if asked == "sdpa":
-        return BY_SEGMENT, "each piece of a row alone" + ", in one varlen call" * has_varlen_kernel(device)
-    if asked == "flex_attention":
-        return BY_BLOCK, "flex_attention was asked for"
-    caps = getattr(config, "attn_logit_softcapping", None)
+    current = config._attn_implementation or "eager"
+    if current in ATTENTION_FUNCTIONS or not model._can_set_attn_implementation():
+        return current, "it is already set or cannot be set"
+    if current == "sdpa":
+        return BY_SEGMENT, "each segment of a row separately" + ", in one varlen call" * has_varlen_kernel(device)
+    if current == "flex_attention":
+        return BY_BLOCK, "flex_attention was requested"
+
+    softcap = getattr(config, "attn_logit_softcapping", None)
     dropout = getattr(config, "attention_dropout", 0)
-    if asked == "eager" and caps and not dropout and device.type != "cpu" and model._supports_flex_attn:
-        return BY_BLOCK, "the model caps its attention scores, which sdpa does not"
-    return asked, "the model was loaded with it"
+    if current == "eager" and softcap and not dropout and device.type != "cpu" and model._supports_flex_attn:
+        return BY_BLOCK, "the model caps its attention scores, which sdpa does not support"
+    return current, "the model was loaded with it"
 
 
 def row_multiple(models: Sequence[PreTrainedModel], device: torch.device | None = None) -> int | None:
-    """Is a micro-batch of all these models best one row? Then what its length must be a multiple of, else None.
+    """Return the number of which the row length must be a multiple, if one row per micro-batch is best for all models.
 
-    device: for models that are yet to be given the form that is quickest there.
+    Args:
+        models: Causal LMs that score the same batches.
+        device: Device on which `choose_attention` will be called for the models. None if it has been called.
+
+    Returns:
+        The number, or None if a micro-batch should have several rows.
     """
-    multiples = {BY_SEGMENT: 1, BY_BLOCK: 2 * BLOCK}  # a row of one block would be compiled for itself
-    found = []
+    multiples = {BY_SEGMENT: 1, BY_BLOCK: 2 * BLOCK}  # a row of one block would be compiled separately
+    multiples_of_models = []
     for model in models:
-        now = model.config.get_text_config()._attn_implementation
-        found.append(multiples.get(quickest(model, device)[0] if device else now))
-    return None if None in found else max(found)  # type: ignore[type-var]
+        current = model.config.get_text_config()._attn_implementation
+        multiples_of_models.append(multiples.get(fastest_attention(model, device)[0] if device else current))
+    return None if None in multiples_of_models else max(multiples_of_models)  # type: ignore[type-var]

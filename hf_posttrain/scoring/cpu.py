@@ -1,6 +1,6 @@
-"""What is done in another way on CPU than on a GPU, because there it is faster; the numbers are the same.
+"""Operations that have a faster implementation on CPU, with the same results as on a GPU.
 
-Each buys what its docstring says, in rows a second on 2 cores: docs/reference/benchmarks.md, "On CPU".
+Each docstring has the speedup in rows per second on 2 cores. See docs/reference/benchmarks.md, "On CPU".
 """
 
 from collections.abc import Iterator
@@ -13,19 +13,19 @@ import torch
 from torch import Tensor, nn
 
 
-def draw(probs: Tensor) -> Tensor:
-    """One id a row from probabilities [n, V], by torch's global generator: [n]. Never one of probability 0.
+def sample_ids(probs: Tensor) -> Tensor:
+    """Sample one id per row from probabilities [n, V] with torch's global generator, never one of probability 0: [n].
 
-    On CPU it takes one random number a row, where `race` takes V: 1.08x in OPD.
+    On CPU it takes one random number per row, where `exponential_race` takes V: 1.08x in OPD.
     """
     if probs.device.type != "cpu":
-        return race(probs)
-    upto = probs.cumsum(-1, dtype=torch.float64)
-    drawn = torch.rand(len(probs), 1, dtype=torch.float64) * upto[:, -1:]
-    return torch.searchsorted(upto, drawn, right=True).squeeze(-1)
+        return exponential_race(probs)
+    cumulative = probs.cumsum(-1, dtype=torch.float64)
+    thresholds = torch.rand(len(probs), 1, dtype=torch.float64) * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, thresholds, right=True).squeeze(-1)
 
 
-def race(probs: Tensor) -> Tensor:
+def exponential_race(probs: Tensor) -> Tensor:
     """Sample one id per row from probabilities [n, V] without reading from the device: [n].
 
     Of exponential waiting times with rates `probs`, the shortest is that of id i with probability `probs[i]`.
@@ -36,39 +36,41 @@ def race(probs: Tensor) -> Tensor:
 
 
 @cache
-def multiplies_bf16() -> str | None:
-    """What of this processor multiplies bf16 quickly: amx_bf16 (tiles), avx512_bf16, or nothing."""
-    known: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.12 and later
-    return next((name for name in ("amx_bf16", "avx512_bf16") if known.get(name)), None)
+def bf16_instructions() -> str | None:
+    """Return the fast bf16 instructions of this processor: amx_bf16 (tiles), avx512_bf16, or None."""
+    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.12 and later
+    return next((name for name in ("amx_bf16", "avx512_bf16") if capabilities.get(name)), None)
 
 
-MOST_ROWS = 8
-"""Up to which the weight is better on the left."""
+MAX_SMALL_BATCH = 8
+"""Number of rows up to which a product is faster with the weight as its left factor."""
 
 
 @contextmanager
-def few_rows(model: nn.Module) -> Iterator[None]:
-    """Inside, linear layers on CPU multiply a few float32 rows in the order that is quick: MKL reads the weight once if
-    it stands on the left. 1.32x in OPD, whose decoding is that.
+def fast_small_batches(model: nn.Module) -> Iterator[None]:
+    """Let linear layers on CPU multiply a few float32 rows with the weight as the left factor.
+
+    In this order MKL reads the weight once: 1.32x in OPD, whose decoding consists of such products.
     """
-    chosen = []
+    layers = []
     if not torch.is_autocast_enabled("cpu"):
         for layer in model.modules():
-            plain = type(layer) is nn.Linear and "forward" not in vars(layer)  # nobody's hook or own forward
+            plain = type(layer) is nn.Linear and "forward" not in vars(layer)  # without a replaced forward
             if plain and layer.weight.device.type == "cpu" and layer.weight.dtype == torch.float32:
-                chosen.append(layer)
-    for layer in chosen:
+                layers.append(layer)
+
+    for layer in layers:
         layer.forward = MethodType(_weight_first, layer)  # type: ignore[method-assign]
     try:
         yield
     finally:
-        for layer in chosen:
+        for layer in layers:
             del layer.forward
 
 
 def _weight_first(layer: nn.Linear, rows: Tensor) -> Tensor:
-    """nn.Linear's forward of rows [..., H]."""
-    if not 1 < rows.numel() // rows.shape[-1] <= MOST_ROWS:
+    """Compute the forward of nn.Linear for rows [..., H]."""
+    if not 1 < rows.numel() // rows.shape[-1] <= MAX_SMALL_BATCH:
         return nn.functional.linear(rows, layer.weight, layer.bias)
-    found = torch.mm(layer.weight, rows.reshape(-1, rows.shape[-1]).T).T.contiguous()
-    return (found if layer.bias is None else found + layer.bias).view(*rows.shape[:-1], -1)
+    output = torch.mm(layer.weight, rows.reshape(-1, rows.shape[-1]).T).T.contiguous()
+    return (output if layer.bias is None else output + layer.bias).view(*rows.shape[:-1], -1)

@@ -1,7 +1,9 @@
-"""flex_attention of one row, for models that cap their attention scores (Gemma 2), or where it is asked for.
+"""Attention of one row with flex_attention, for models that cap their attention scores (Gemma 2), or on request.
 
-The rule of who sees whom goes into the kernel as a function, and blocks of BLOCK x BLOCK tokens of which no pair is
-seen are left out: a mask of L x L never exists.
+The kernel receives the attention rule as a function, and skips blocks of BLOCK x BLOCK tokens without an allowed pair:
+no mask of L x L is built.
+
+Legend: R rows, L row length, D size of a head.
 """
 
 from collections.abc import Callable
@@ -17,21 +19,23 @@ from ..batching.micro_batch import MicroBatch
 from ..errors import InputError
 
 Rule = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(window, queries i, keys j) -> bool, whether each pair is seen."""
+"""(window, queries i, keys j) -> bool, whether each query may attend to its key."""
 BLOCK = 128  # tokens
 
 
 @cache
 def _compiled() -> Callable[..., Any]:
-    """flex_attention, compiled once for all models, layers and shapes: one for each shape would run into dynamo's limit
-    of 8 recompilations, and then without compilation in memory of heads x L x L.
+    """Return flex_attention, compiled once for all models, layers and shapes.
+
+    One compilation per shape would reach dynamo's limit of 8 recompilations. From there on flex_attention runs without
+    compilation, in memory of heads x L x L.
     """
     return torch.compile(flex.flex_attention, dynamic=True)
 
 
 @cache
 def _softcapped(cap: float) -> Callable[..., Any]:
-    """Cap * tanh(score / cap), the same function for the same cap: dynamo compiles for each anew."""
+    """Return the function cap * tanh(score / cap), cached because dynamo compiles for each new function."""
     return lambda score, *_: cap * torch.tanh(score / cap)
 
 
@@ -40,26 +44,47 @@ def attend_by_block(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Any,
+    attention_mask: flex.BlockMask | Tensor | None,
     scaling: float | None = None,
     softcap: float | None = None,
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """flex_attention of one row; with a mask that is none of its own (in generation), attention written out.
-    [R, heads, L, D] -> [R, L, heads, D]. Raises RuntimeError where the model wants what it does not compute (gpt-oss),
-    InputError for dropout.
+    """Compute attention of one row with flex_attention, or in plain torch if the mask is not a BlockMask (generation).
+
+    Args:
+        module: The attention layer.
+        query: [R, heads, L, D].
+        key: [R, heads, L, D].
+        value: [R, heads, L, D].
+        attention_mask: BlockMask of `block_mask`, a bool mask, or None for plain causal attention.
+        scaling: Factor of the attention scores.
+        softcap: Cap of the attention scores, or None.
+        dropout: Probability of dropout, which must be 0.
+        kwargs: Further arguments of the layer.
+
+    Returns:
+        The outputs [R, L, heads, D].
+
+    Raises:
+        RuntimeError: If the model passes arguments that are not supported (gpt-oss).
+        InputError: If the model has dropout.
     """
-    if unknown := [name for name in ("s_aux", "position_bias") if kwargs.get(name) is not None]:
-        raise RuntimeError(f"{type(module).__name__} attends with {unknown[0]}")
+    if unsupported := [name for name in ("s_aux", "position_bias") if kwargs.get(name) is not None]:
+        raise RuntimeError(f"{type(module).__name__} passes {unsupported[0]} to attention, which is not supported")
     if dropout:
-        raise InputError(f"flex_attention has no dropout, the model's is {dropout}: choose another attn_implementation")
+        raise InputError(
+            f"flex_attention does not support attention dropout, which is {dropout} in this model. "
+            "Set another attn_implementation"
+        )
+
     query = query.to(value.dtype)
     key = key.to(value.dtype)
     if isinstance(attention_mask, flex.BlockMask):
-        change = _softcapped(softcap) if softcap else None
-        found = _compiled()(query, key, value, change, attention_mask, scaling, enable_gqa=True)
-        return found.transpose(1, 2).contiguous(), None
+        score_mod = _softcapped(softcap) if softcap else None
+        output = _compiled()(query, key, value, score_mod, attention_mask, scaling, enable_gqa=True)
+        return output.transpose(1, 2).contiguous(), None
+
     key, value = (repeat_kv(states, query.shape[1] // states.shape[1]) for states in (key, value))
     scores = query @ key.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     scores = softcap * torch.tanh(scores / softcap) if softcap else scores
@@ -70,33 +95,41 @@ def attend_by_block(
 
 
 def block_mask(batch: MicroBatch, window: int | None, rule: Rule) -> flex.BlockMask:
-    """`rule` for one row of whole blocks, without those whose pairs are all forbidden.
+    """Return a BlockMask of `rule` for one row of whole blocks, without the blocks whose pairs are all forbidden.
 
-    What a block may see is known from the least and largest document, branch and position of its tokens: nothing of
-    size L x L is made, and nothing read on the host.
+    The smallest and largest document, branch and position of a block's tokens decide to which blocks it may attend.
+    Nothing of size L x L is built, and nothing is read on the host.
+
+    Args:
+        batch: Laid-out batch of one row.
+        window: Number of positions to which a sliding layer attends, or None.
+        rule: Rule for single pairs of tokens.
     """
     assert batch.document is not None
     assert batch.branch is not None
     position = batch.position_ids.view(-1, BLOCK)
     blocks = (batch.document.view(-1, BLOCK), batch.branch.view(-1, BLOCK), position)
     (first, last), (low, high), (near, far) = (part.aminmax(dim=1) for part in blocks)
-    later = torch.arange(len(first), device=first.device)
-    seen = later[:, None] >= later
-    if batch.picture is not None:  # whose tokens see each other, in both directions
-        few, many = batch.picture.view(-1, BLOCK).aminmax(dim=1)
-        seen |= (few[:, None] <= many) & (many[:, None] >= few) & (many > 0)
-    seen &= (first[:, None] <= last) & (last[:, None] >= first)
-    # two branches of one document do not see each other
-    seen &= ~((low > 0) & (low == high) & (low[:, None] == high[:, None]) & (low[:, None] > 0) & (low[:, None] != low))
+
+    number = torch.arange(len(first), device=first.device)
+    visible = number[:, None] >= number
+    if batch.image_numbers is not None:  # the tokens of an image attend to each other, in both directions
+        first_image, last_image = batch.image_numbers.view(-1, BLOCK).aminmax(dim=1)
+        visible |= (first_image[:, None] <= last_image) & (last_image[:, None] >= first_image) & (last_image > 0)
+    visible &= (first[:, None] <= last) & (last[:, None] >= first)
+    # two branches of one document do not attend to each other
+    visible &= ~(
+        (low > 0) & (low == high) & (low[:, None] == high[:, None]) & (low[:, None] > 0) & (low[:, None] != low)
+    )
     if window is not None:
-        seen &= near[:, None] - far < window
-    order = seen.to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32)
+        visible &= near[:, None] - far < window
+    order = visible.to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32)
 
-    # a tensor, and one without a window too: the kernel is compiled once for all layers
-    within = torch.full((), position.numel() if window is None else window, device=position.device)
+    # always a tensor, also without a window, so that the kernel is compiled once for all layers
+    window_size = torch.full((), position.numel() if window is None else window, device=position.device)
 
-    def sees(_row: Tensor, _head: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return rule(within, i, j)
+    def mask_mod(_row: Tensor, _head: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return rule(window_size, i, j)
 
-    counts = seen.sum(-1, dtype=torch.int32)
-    return flex.BlockMask.from_kv_blocks(counts[None, None], order[None, None], BLOCK_SIZE=BLOCK, mask_mod=sees)
+    counts = visible.sum(-1, dtype=torch.int32)
+    return flex.BlockMask.from_kv_blocks(counts[None, None], order[None, None], BLOCK_SIZE=BLOCK, mask_mod=mask_mod)

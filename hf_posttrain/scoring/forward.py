@@ -1,14 +1,14 @@
-"""Score a batch inside the model's own forward: backbone -> hidden states of the scored tokens -> tiled head.
+"""Scores of a batch, computed inside the model's own forward: backbone -> hidden states of scored tokens -> tiled head.
 
-`enable_scoring` teaches a causal LM's forward one more argument, `scorer`; `score` calls the (wrapped) model with it.
-It has to happen inside the forward: there FSDP2 unshards, ZeRO-3 gathers, DDP hooks and autocast apply.
+`enable_scoring` adds an argument `scorer` to the forward of a causal LM. `score` calls the (wrapped) model with it. The
+scores are computed inside the forward, because there FSDP2 unshards, ZeRO-3 gathers, and DDP hooks and autocast apply.
 
 Legend: B examples, K branches of each, R rows, L row length, N scored tokens, V vocabulary, H hidden size.
 """
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from types import MethodType
@@ -24,131 +24,147 @@ from ..errors import InputError
 from . import attention, recurrent_segments, rotary
 from .adapted_head import score_tokens_through
 from .head import LinearHead, LogitTransform, TileFunction, score_tokens
-from .vision_inputs import nothing_of
+from .vision_inputs import zero_with_grad
 
-OWN_LOGITS = "scores_by_own_logits"
-"""Set on a model whose head does something that `LogitTransform` does not know: its own logits are used, [R, L, V]."""
+USES_OWN_LOGITS = "scores_by_own_logits"
+"""Attribute of a model whose head computes more than `LogitTransform`, so that its own logits [R, L, V] are used."""
 
 
 @dataclass
 class LMHead:
-    """What a scorer is given: the model's head, whatever its kind, with its weights gathered."""
+    """Head of a causal LM inside its forward, where its weights are gathered. A scorer receives it."""
 
-    module: nn.Module  # the layer, or an identity where the model's own logits take the place of hidden states
+    module: nn.Module  # the layer, or an identity if the model's own logits replace the hidden states
     original_forward: Callable[[Tensor], Tensor]
     transform: LogitTransform
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> "LMHead":
-        """The head of a causal LM."""
-        if getattr(model, OWN_LOGITS, False):
+    def from_model(cls, model: PreTrainedModel) -> "LMHead":
+        """Return the head of a causal LM."""
+        if getattr(model, USES_OWN_LOGITS, False):
             return cls(nn.Identity(), lambda logits: logits, LogitTransform())
         module = model.get_output_embeddings()
-        return cls(module, module.forward, LogitTransform.of(model.config.get_text_config()))
+        return cls(module, module.forward, LogitTransform.from_config(model.config.get_text_config()))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[..., H] -> [..., V], as the model itself computes them; without gradient more exactly, or more quickly."""
-        if not torch.is_grad_enabled() and (head := self.plain) is not None:
-            cast, states = head.cast(hidden, head.dtype(hidden.device))
-            return cast.logits(states.flatten(0, -2)).unflatten(0, hidden.shape[:-1])
+        """Return logits [..., V] of hidden states [..., H], as the model itself computes them.
+
+        Without gradient they are computed more exactly or faster, if the head is linear.
+        """
+        if not torch.is_grad_enabled() and (head := self.linear) is not None:
+            cast_head, states = head.cast(hidden, head.dtype(hidden.device))
+            return cast_head.logits(states.flatten(0, -2)).unflatten(0, hidden.shape[:-1])
         return self.transform(self.original_forward(hidden))
 
     @property
-    def plain(self) -> LinearHead | None:
-        """The head as a weight and a bias, or None where it is more than that (an adapter on it, a quantised one)."""
+    def linear(self) -> LinearHead | None:
+        """Head as a weight and a bias, or None for any other head (with an adapter, or quantized)."""
         module: Any = self.module
         if hasattr(module, "modules_to_save"):  # PEFT's trained copy of the head
-            own = module.original_module if module.disable_adapters else None
-            module = own or module.modules_to_save[module.active_adapters[0]]
-        is_linear = type(module).forward is nn.Linear.forward  # FSDP2's class of it too
+            original = module.original_module if module.disable_adapters else None
+            module = original or module.modules_to_save[module.active_adapters[0]]
+        is_linear = type(module).forward is nn.Linear.forward  # also for FSDP2's subclass of nn.Linear
         return LinearHead(module.weight, module.bias, self.transform) if is_linear else None
 
     def score(self, hidden: Tensor, tile: TileFunction, weights: Tensor | None = None) -> tuple[Tensor, dict[str, Any]]:
-        """`head.score_tokens` on hidden states [N, H], by the way that this head allows."""
-        if (head := self.plain) is not None:
+        """Call `head.score_tokens` on hidden states [N, H], or its slower version for a head that is not linear."""
+        if (head := self.linear) is not None:
             return score_tokens(head, hidden, tile, weights)
         vocabulary = getattr(self.module, "out_features", hidden.shape[-1])
         return score_tokens_through(self.logits, hidden, tile, vocabulary)
 
 
 Scorer = Callable[[LMHead, Tensor], dict[str, Tensor]]
-"""(head, last hidden states [R, L, H]) -> named tensors: they leave through the model's output."""
+"""(head, last hidden states [R, L, H]) -> named tensors, which become the model's output."""
 
 
 # ---- the model's forward
 
 
-def unwrapped(model: Any) -> Any:
-    """The model inside the engines' wrappers, its adapter included."""
-    while hasattr(model, "module"):
-        model = model.module
-    return model
+def unwrap_model(model: nn.Module) -> Any:
+    """Return the model inside the wrappers of engines, with its adapter."""
+    inner: Any = model
+    while hasattr(inner, "module"):
+        inner = inner.module
+    return inner
 
 
-def causal_lm(model: Any) -> Any:
-    """The causal LM (a PreTrainedModel) inside wrappers and adapters."""
-    model = unwrapped(model)
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+def causal_lm(model: nn.Module) -> Any:
+    """Return the causal LM (a PreTrainedModel) inside wrappers and adapters."""
+    inner = unwrap_model(model)
+    return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
 
 
 def cache_argument(model: nn.Module) -> str:
-    """The name under which a causal LM's forward takes a cache; empty: it takes none."""
-    taken = inspect.signature(type(model).forward).parameters
-    return next((name for name in recurrent_segments.CACHE if name in taken), "")
+    """Return the name of the cache argument of a causal LM's forward, or an empty string if it takes no cache."""
+    parameters = inspect.signature(type(model).forward).parameters
+    return next((name for name in recurrent_segments.CACHE_ARGUMENTS if name in parameters), "")
 
 
-def sees(model: nn.Module) -> bool:
-    """Has a model a tower for pictures?"""
+def is_vision_language_model(model: nn.Module) -> bool:
+    """Return whether a model has a vision encoder."""
     return hasattr(getattr(causal_lm(model), "base_model", None), "get_image_features")
 
 
 def vision_weights(model: nn.Module) -> list[nn.Parameter]:
-    """The weights of a causal LM's tower, and of what joins it to the language model; none where it has no tower."""
+    """Return the weights of the vision encoder and of its projection, or an empty list without a vision encoder."""
     inner = causal_lm(model)
-    return [weight for name, weight in inner.named_parameters() if is_vision(inner, name)] if sees(inner) else []
+    if not is_vision_language_model(inner):
+        return []
+    return [weight for name, weight in inner.named_parameters() if is_vision_parameter(inner, name)]
 
 
-def is_vision(model: nn.Module, name: str) -> bool:
-    """Has a parameter or module, by its name in a causal LM that sees, nothing of its language model and head?"""
+def is_vision_parameter(model: nn.Module, name: str) -> bool:
+    """Return whether a parameter or module of a vision-language model lies outside its language model and head."""
     inner = causal_lm(model)
     language = (inner.get_decoder(), inner.get_output_embeddings(), inner.get_input_embeddings())
-    own = [place for place, module in inner.named_modules() if any(module is part for part in language)]
-    return bool(name) and not any(f"{name}.".startswith(f"{place}.") or place.startswith(f"{name}.") for place in own)
+    prefixes = [prefix for prefix, module in inner.named_modules() if any(module is part for part in language)]
+    return bool(name) and not any(
+        f"{name}.".startswith(f"{prefix}.") or prefix.startswith(f"{name}.") for prefix in prefixes
+    )
 
 
 def enable_scoring(model: nn.Module) -> None:
-    """Let the causal LM inside `model` take `scorer=`."""
+    """Add the argument `scorer` to the forward of the causal LM inside `model`."""
     inner = causal_lm(model)
     # a bound method, so that a deepcopy is bound to itself
     inner.forward = MethodType(_scoring_forward(type(inner)), inner)  # type: ignore[arg-type]
-    inner.trains_vision = any(weight.requires_grad for weight in vision_weights(inner))
-    rotary.rotate_by_row(inner)
-    inner.keeps_state = recurrent_segments.compute_by_piece(inner)
+    inner.trains_vision_encoder = any(weight.requires_grad for weight in vision_weights(inner))
+    rotary.enable_per_row_rope(inner)
+    inner.has_recurrent_layers = recurrent_segments.enable_segments(inner)
 
 
 @functools.cache
-def _scoring_forward(model_class: Any) -> Callable[..., Any]:
-    """The forward of a model class that takes a scorer."""
+def _scoring_forward(model_class: type[PreTrainedModel]) -> Callable[..., Any]:
+    """Return the forward of a model class with the argument `scorer`."""
 
     @functools.wraps(model_class.forward)
     def forward(
-        model: Any, *args: Any, scorer: Scorer | None = None, visual: Any = None, blind: bool = False, **kwargs: Any
+        model: Any,
+        *args: Any,
+        scorer: Scorer | None = None,
+        vision_inputs: Mapping[str, Tensor] | None = None,
+        blank_image: bool = False,
+        **kwargs: Any,
     ) -> Any:
         if scorer is None:
             return model_class.forward(model, *args, **kwargs)
-        head = LMHead.of(model)
+
+        head = LMHead.from_model(model)
         backbone = model.model if model.base_model is model else model.base_model  # Llama 4 names another prefix
-        if visual:  # the tower by itself: what attention is told of the row is not for it
-            with torch.set_grad_enabled(torch.is_grad_enabled() and model.trains_vision):
-                features = backbone.get_image_features(**visual, return_dict=True)
-            kwargs |= {} if blind else {"mm_encoder_outputs": {"image": features}}
-        if getattr(model, OWN_LOGITS, False):
+        if vision_inputs:  # the vision encoder alone, because the attention arguments of the row do not apply to it
+            with torch.set_grad_enabled(torch.is_grad_enabled() and model.trains_vision_encoder):
+                features = backbone.get_image_features(**vision_inputs, return_dict=True)
+            kwargs |= {} if blank_image else {"mm_encoder_outputs": {"image": features}}
+
+        if getattr(model, USES_OWN_LOGITS, False):
             logits = model_class.forward(model, *args, **kwargs).logits
-            return scorer(head, logits + nothing_of(features) if blind else logits)
-        # PEFT passes every argument on, most of them None
+            return scorer(head, logits + zero_with_grad(features) if blank_image else logits)
+
+        # PEFT passes all arguments on, most of them None
         outputs = backbone(*args, **{name: value for name, value in kwargs.items() if value is not None})
-        hidden = outputs.last_hidden_state + nothing_of(features) if blind else outputs.last_hidden_state
-        # the head module is called, so that ZeRO-3's hooks gather its weights; what runs inside is the scorer
+        hidden = outputs.last_hidden_state + zero_with_grad(features) if blank_image else outputs.last_hidden_state
+        # the head module is called so that ZeRO-3's hooks gather its weights; the scorer runs inside this call
         with _replaced_forward(head.module, lambda hidden: scorer(head, hidden)):
             scores = head.module(hidden)
         router_logits = getattr(outputs, "router_logits", None)
@@ -159,22 +175,25 @@ def _scoring_forward(model_class: Any) -> Callable[..., Any]:
 
 @contextmanager
 def _replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Run `forward` where the module is called, with the module's hooks around it."""
-    before = module.__dict__.get("forward")
+    """Replace the forward of a module inside the context, with the module's hooks around it."""
+    original = module.__dict__.get("forward")
     module.forward = forward
     try:
         yield
     finally:
-        if before is None:
+        if original is None:
             del module.forward
         else:
-            module.forward = before
+            module.forward = original
 
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """The model in eval mode inside, as it was outside; not its wrapper: DeepSpeed's says `training` all the time."""
-    model = unwrapped(model)
+    """Put the model in eval mode inside the context, and restore its mode afterwards.
+
+    The wrapper of an engine keeps its mode, because DeepSpeed's wrapper always reports `training`.
+    """
+    model = unwrap_model(model)
     was_training = model.training
     model.eval()
     try:
@@ -183,32 +202,39 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
         model.train(was_training)
 
 
-def products(model: nn.Module, device: torch.device) -> Iterator[tuple[nn.Linear, torch.dtype]]:
-    """Linear layers whose float32 weights autocast, if it is on, rounds at each use, and to which dtype. Not those of
-    which an adapter reads the weights themselves, as DoRA takes their norm.
+def autocast_linear_layers(model: nn.Module, device: torch.device) -> Iterator[tuple[nn.Linear, torch.dtype]]:
+    """Yield the linear layers whose float32 weights autocast rounds at each use, with the dtype to which it rounds.
+
+    Layers are left out if their adapter reads the weights themselves, as DoRA does for their norm. Nothing is yielded
+    if autocast is off.
     """
-    if torch.is_autocast_enabled(device.type):
-        plain = lambda part: hasattr(part, "lora_A") and not len(getattr(part, "lora_magnitude_vector", ()))  # noqa: E731
-        adapted = (part for part in model.modules() if hasattr(part, "base_layer") and not plain(part))
-        read = {id(layer) for part in adapted for layer in part.modules()}
-        for module in model.modules():
-            if type(module) is nn.Linear and module.weight.dtype == torch.float32 and id(module) not in read:
-                yield module, torch.get_autocast_dtype(device.type)
+    if not torch.is_autocast_enabled(device.type):
+        return
+
+    def reads_base_weights(module: nn.Module) -> bool:
+        return not hasattr(module, "lora_A") or len(getattr(module, "lora_magnitude_vector", ())) > 0
+
+    adapted = (module for module in model.modules() if hasattr(module, "base_layer") and reads_base_weights(module))
+    excluded = {id(layer) for module in adapted for layer in module.modules()}
+    for module in model.modules():
+        if type(module) is nn.Linear and module.weight.dtype == torch.float32 and id(module) not in excluded:
+            yield module, torch.get_autocast_dtype(device.type)
 
 
 @contextmanager
-def rounded_products(model: nn.Module) -> Iterator[None]:
-    """Inside, weights that autocast rounds at each use are rounded once: the same numbers, and half of what a token
-    reads in generation. 1.5x in OPD with bf16 on CPU.
+def precast_weights(model: nn.Module) -> Iterator[None]:
+    """Round the weights that autocast rounds at each use once, for the duration of the context.
+
+    The results are the same, and a token of generation reads half as much memory: 1.5x in OPD with bf16 on CPU.
     """
-    kept = []
+    originals = []
     try:
-        for layer, low in products(model, causal_lm(model).device):
-            kept.append((layer, layer.weight))
-            layer.weight = nn.Parameter(layer.weight.detach().to(low), requires_grad=False)
+        for layer, dtype in autocast_linear_layers(model, causal_lm(model).device):
+            originals.append((layer, layer.weight))
+            layer.weight = nn.Parameter(layer.weight.detach().to(dtype), requires_grad=False)
         yield
     finally:
-        for layer, weight in kept:
+        for layer, weight in originals:
             layer.weight = weight
 
 
@@ -219,29 +245,29 @@ def rounded_products(model: nn.Module) -> Iterator[None]:
 class Scores(ModelOutput):
     """Scores of the N scored tokens of a batch, [N] each.
 
-    Which are computed depends on the tile function. The others are None, and are not keys of the mapping.
+    The tile function determines which of them are computed. The others are None, and are not keys of the mapping.
     """
 
-    value: Tensor = None  # type: ignore[assignment]  # what the tile function differentiates
-    entropy: Tensor = None  # type: ignore[assignment]  # of the student's distribution
-    correct: Tensor = None  # type: ignore[assignment]  # 1 where the target is the most likely token
+    value: Tensor = None  # type: ignore[assignment]  # value that the tile function differentiates
+    entropy: Tensor = None  # type: ignore[assignment]  # entropy of the student's distribution
+    correct: Tensor = None  # type: ignore[assignment]  # 1 if the target is the most likely token
     ce: Tensor | None = None  # cross-entropy of the target
     divergence: Tensor | None = None
     student: Tensor = None  # type: ignore[assignment]  # log-probability of the target
     teacher: Tensor = None  # type: ignore[assignment]  # the teacher's log-probability of the target
-    alone: Tensor = None  # type: ignore[assignment]  # 1 where one token of another tokenizer has the same text
+    alone: Tensor = None  # type: ignore[assignment]  # 1 if a single token of another tokenizer has the same text
     ids: Tensor = None  # type: ignore[assignment]  # [N, k], most likely tokens
     logps: Tensor = None  # type: ignore[assignment]  # [N, k], their log-probabilities
     router_logits: tuple[Tensor, ...] | None = None  # of each mixture-of-experts layer
-    stats: dict[str, Tensor] | None = None  # what the tile function returned under other names
+    stats: dict[str, Tensor] | None = None  # statistics of the tile function with other names
 
     @classmethod
     def from_dict(cls, named: dict[str, Any]) -> Self:
-        """Return the scores that a scorer named."""
+        """Return the scores for the named tensors of a scorer."""
         known = {field.name for field in fields(cls)}
         stats = {name: value for name, value in named.items() if name not in known}
         if "stats" in named:
-            raise InputError("a tile function returned a stat with the name 'stats': give it another name")
+            raise InputError("a tile function cannot return a statistic with the reserved name 'stats'. Rename it")
         return cls(**{name: value for name, value in named.items() if name in known}, stats=stats or None)
 
     def replace(self, **changes: Any) -> Self:
@@ -259,12 +285,15 @@ def score(
     """Return the scores of the N scored tokens of a batch from `layouts.collate`.
 
     Args:
+        model: Model after `enable_scoring`.
+        batch: Batch of `layouts.collate` on the device of the model.
+        tile: Tile function, which computes the scores from logits.
         weights: See `head.score_tokens`.
-        router_logits: Return those of mixture-of-experts layers too.
+        router_logits: Return the router logits of mixture-of-experts layers too.
     """
 
     def scorer(head: LMHead, hidden: Tensor) -> dict[str, Tensor]:
-        value, stats = head.score(scored_states(hidden, batch), tile, weights)
+        value, stats = head.score(scored_hidden_states(hidden, batch), tile, weights)
         return {"value": value, **stats}
 
     options = {"output_router_logits": True} if router_logits else {}
@@ -272,12 +301,12 @@ def score(
 
 
 def run(model: nn.Module, batch: MicroBatch, scorer: Scorer, **kwargs: Any) -> dict[str, Any]:
-    """Run the model's forward over the batch's tokens, with the attention of its layout."""
+    """Run the forward over the tokens of a batch with the attention of its layout. Return the output of the scorer."""
     positions = batch.position_ids
-    if batch.rope_positions is not None:  # that of a text first, and one for each axis of images
+    if batch.rope_positions is not None:  # the position in the text first, then one for each axis of images
         positions = torch.cat([positions[None], batch.rope_positions])
-    if batch.visual is not None:
-        kwargs |= {"visual": batch.visual, "blind": bool(batch.blind)}
+    if batch.vision_inputs is not None:
+        kwargs |= {"vision_inputs": batch.vision_inputs, "blank_image": bool(batch.blank_image)}
     return model(
         input_ids=batch.input_ids,
         position_ids=positions,
@@ -288,6 +317,6 @@ def run(model: nn.Module, batch: MicroBatch, scorer: Scorer, **kwargs: Any) -> d
     )
 
 
-def scored_states(hidden: Tensor, batch: MicroBatch) -> Tensor:
+def scored_hidden_states(hidden: Tensor, batch: MicroBatch) -> Tensor:
     """Return the hidden states at the scored positions: [R, L, H] -> [N, H]."""
     return hidden.flatten(0, 1).index_select(0, batch.scored)

@@ -1,12 +1,12 @@
-"""Triton kernels of the tile functions: a tile of logits is read twice, and its gradient written once.
+"""Triton kernels of the tile functions, which read a tile of logits twice and write its gradient once.
 
-In torch a softmax, its gradient and the statistics move some 65 bytes a logit through a GPU's memory; here it is 8 and
-the gradient. They are used where Triton and CUDA are; elsewhere, and in the tests as the oracle, the torch functions of
-`head` and `teacher_tiles` do the same.
+In torch a softmax, its gradient and the statistics move about 65 bytes per logit through the memory of a GPU. These
+kernels move 8 bytes and the gradient. They are used with Triton and CUDA. Otherwise, and as the reference in tests, the
+torch functions of `head` and `teacher_tiles` compute the same.
 
-Each program has one row of n, and walks over its vocabulary in blocks: once to normalise (the online softmax of
-arXiv 1805.02867: a sum is kept relative to the largest logit so far, and scaled when a larger one comes), once to
-write.
+Each program computes one row of n. It reads the vocabulary in blocks, once to normalize and once to write. The
+normalization is the online softmax of arXiv 1805.02867: a sum is relative to the largest logit so far, and is rescaled
+at each larger one.
 
 Legend: n tokens of a tile, V vocabulary.
 """
@@ -18,29 +18,29 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 4096
-WARPS = 8  # logits that a program reads at once, and by how many warps
+BLOCK = 4096  # logits that a program reads at once
+WARPS = 8  # warps of a program
 
 
-LEAST = tl.constexpr(-1e30)  # a logit of -inf becomes this: 0 x -inf and -inf - -inf would be NaN
+LEAST = tl.constexpr(-1e30)  # replaces a logit of -inf, because 0 x -inf and -inf - -inf would be NaN
 
 
 @triton.jit
-def _load(logits, place, size, scale):
-    # those behind `size` are -inf; NaN stays, so that a broken model is seen
-    x = tl.load(logits + place, mask=place < size, other=0.0).to(tl.float32)
-    return tl.where(place < size, tl.maximum(x * scale, LEAST, propagate_nan=tl.PropagateNan.ALL), -float("inf"))
+def _load(logits, index, size, scale):
+    # logits after `size` are -inf; NaN is kept, so that a broken model is noticed
+    x = tl.load(logits + index, mask=index < size, other=0.0).to(tl.float32)
+    return tl.where(index < size, tl.maximum(x * scale, LEAST, propagate_nan=tl.PropagateNan.ALL), -float("inf"))
 
 
 @triton.jit
 def _log_total(peak, total):
-    # where every logit is -inf there is no distribution: NaN, as in torch
+    # if all logits are -inf there is no distribution: NaN, as in torch
     return tl.where(peak > LEAST, tl.log(total), float("nan"))
 
 
 @triton.jit
-def _log_prob_of(own, peak, log_total):
-    return tl.where(own == LEAST, -float("inf"), own - peak) - log_total
+def _log_prob_of(logit, peak, log_total):
+    return tl.where(logit == LEAST, -float("inf"), logit - peak) - log_total
 
 
 @triton.jit
@@ -55,7 +55,7 @@ def _log_prob(
     vocabulary,
     padded,
     scale,
-    told_apart,
+    min_top_logp,
     GRADIENT: tl.constexpr,
     STATS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -63,13 +63,14 @@ def _log_prob(
     row = tl.program_id(0).to(tl.int64)
     source = logits + row * stride
     target = tl.load(targets + row)
-    own = _load(source, target, vocabulary, scale)
+    target_logit = _load(source, target, vocabulary, scale)
+    # the largest x, the sum of e^(x - peak), and the sum of x e^(x - peak)
     peak = -float("inf")
     total = 0.0
-    weighted = 0.0  # the largest x, sum of e^(x - peak), sum of x e^(x - peak)
+    weighted = 0.0
     for start in range(0, vocabulary, BLOCK):
-        place = start + tl.arange(0, BLOCK)
-        x = _load(source, place, vocabulary, scale)
+        index = start + tl.arange(0, BLOCK)
+        x = _load(source, index, vocabulary, scale)
         higher = tl.maximum(peak, tl.max(x, 0))
         shrunk = tl.exp(peak - higher)
         e = tl.exp(x - higher)
@@ -78,18 +79,18 @@ def _log_prob(
             weighted = weighted * shrunk + tl.sum(tl.where(e > 0, x * e, 0.0), 0)
         peak = higher
     log_total = _log_total(peak, total)
-    tl.store(values + row, _log_prob_of(own, peak, log_total))
+    tl.store(values + row, _log_prob_of(target_logit, peak, log_total))
     if STATS:
         tl.store(entropies + row, peak + log_total - weighted / total)
-        best = (own >= peak) & (-log_total > told_apart)  # where all are equal, none is best
+        best = (target_logit >= peak) & (-log_total > min_top_logp)  # if all logits are equal, none is the best
         tl.store(correct + row, best.to(tl.float32))
     if GRADIENT:
-        written = gradient + row * padded
+        output = gradient + row * padded
         for start in range(0, padded, BLOCK):
-            place = start + tl.arange(0, BLOCK)
-            x = _load(source, place, vocabulary, scale)
-            g = (tl.where(place == target, 1.0, 0.0) - tl.exp(x - peak - log_total)) * scale
-            tl.store(written + place, g.to(gradient.dtype.element_ty), mask=place < padded)
+            index = start + tl.arange(0, BLOCK)
+            x = _load(source, index, vocabulary, scale)
+            g = (tl.where(index == target, 1.0, 0.0) - tl.exp(x - peak - log_total)) * scale
+            tl.store(output + index, g.to(gradient.dtype.element_ty), mask=index < padded)
 
 
 @triton.jit
@@ -102,7 +103,7 @@ def _kl(
     teachers,
     gradient,
     stride,
-    theirs,
+    teacher_stride,
     vocabulary,
     padded,
     scale,
@@ -112,19 +113,20 @@ def _kl(
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    own = logits + row * stride
-    other = teacher + row * theirs
+    source = logits + row * stride
+    teacher_source = teacher + row * teacher_stride
     target = tl.load(targets + row)
-    # of student z and teacher t: the largest, the sum of e^(x - largest), and sum of (t - z) e^(...) by who weighs
+    # the largest logit of student z and teacher t, the sums of e^(x - largest), and the sum of (t - z) e^(...),
+    # which is weighted by the student if REVERSE, else by the teacher
     z_peak = -float("inf")
     t_peak = -float("inf")
     z_total = 0.0
     t_total = 0.0
-    moved = 0.0
+    weighted = 0.0
     for start in range(0, vocabulary, BLOCK):
-        place = start + tl.arange(0, BLOCK)
-        zs = _load(own, place, vocabulary, scale)
-        ts = _load(other, place, vocabulary, scale)
+        index = start + tl.arange(0, BLOCK)
+        zs = _load(source, index, vocabulary, scale)
+        ts = _load(teacher_source, index, vocabulary, scale)
         z_higher = tl.maximum(z_peak, tl.max(zs, 0))
         t_higher = tl.maximum(t_peak, tl.max(ts, 0))
         z_shrunk = tl.exp(z_peak - z_higher)
@@ -134,39 +136,50 @@ def _kl(
         z_total = z_total * z_shrunk + tl.sum(q, 0)
         t_total = t_total * t_shrunk + tl.sum(p, 0)
         if REVERSE:
-            moved = moved * z_shrunk + tl.sum(tl.where(q > 0, q * (ts - zs), 0.0), 0)
+            weighted = weighted * z_shrunk + tl.sum(tl.where(q > 0, q * (ts - zs), 0.0), 0)
         else:
-            moved = moved * t_shrunk + tl.sum(tl.where(p > 0, p * (ts - zs), 0.0), 0)
+            weighted = weighted * t_shrunk + tl.sum(tl.where(p > 0, p * (ts - zs), 0.0), 0)
         z_peak = z_higher
         t_peak = t_higher
-    # ln p - ln q = t - z - away
+    # ln p - ln q = t - z - offset
     z_log = _log_total(z_peak, z_total)
     t_log = _log_total(t_peak, t_total)
-    away = t_peak - z_peak + (t_log - z_log)
-    kl = away - moved / z_total if REVERSE else moved / t_total - away
-    tl.store(students + row, _log_prob_of(_load(own, target, vocabulary, scale), z_peak, z_log))
-    tl.store(teachers + row, _log_prob_of(_load(other, target, vocabulary, scale), t_peak, t_log))
+    offset = t_peak - z_peak + (t_log - z_log)
+    kl = offset - weighted / z_total if REVERSE else weighted / t_total - offset
+    tl.store(students + row, _log_prob_of(_load(source, target, vocabulary, scale), z_peak, z_log))
+    tl.store(teachers + row, _log_prob_of(_load(teacher_source, target, vocabulary, scale), t_peak, t_log))
     tl.store(values + row, kl)
-    if GRADIENT:  # of (1 - ce) KL - ce ln q(target)
-        written = gradient + row * padded
+    if GRADIENT:  # gradient of (1 - ce) KL - ce ln q(target)
+        output = gradient + row * padded
         for start in range(0, padded, BLOCK):
-            place = start + tl.arange(0, BLOCK)
-            zs = _load(own, place, vocabulary, scale)
-            ts = _load(other, place, vocabulary, scale)
+            index = start + tl.arange(0, BLOCK)
+            zs = _load(source, index, vocabulary, scale)
+            ts = _load(teacher_source, index, vocabulary, scale)
             q = tl.exp(zs - z_peak - z_log)
-            g = q * (ce - (1 - ce) * (ts - zs - away + kl)) if REVERSE else q - (1 - ce) * tl.exp(ts - t_peak - t_log)
-            g = tl.where(place < vocabulary, (g - tl.where(place == target, ce, 0.0)) * scale, 0.0)
-            tl.store(written + place, g.to(gradient.dtype.element_ty), mask=place < padded)
+            g = q * (ce - (1 - ce) * (ts - zs - offset + kl)) if REVERSE else q - (1 - ce) * tl.exp(ts - t_peak - t_log)
+            g = tl.where(index < vocabulary, (g - tl.where(index == target, ce, 0.0)) * scale, 0.0)
+            tl.store(output + index, g.to(gradient.dtype.element_ty), mask=index < padded)
 
 
 def log_prob(
     logits: Tensor, targets: Tensor, temperature: float, vocabulary: int, gradient: Tensor | None, stats: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits [n, V], of which the first `vocabulary` count -> log-probability of the targets [n], entropy, and 1 where
-    the target is the argmax (both unset without `stats`). gradient [n, V] is overwritten with that of the first.
+    """Compute the log-probability of the targets, and its gradient.
+
+    Args:
+        logits: [n, V].
+        targets: [n].
+        temperature: Divides the logits.
+        vocabulary: Number of logits that count. The later ones are padding.
+        gradient: Memory [n, V] for the gradient of the log-probability, or None.
+        stats: Compute the statistics.
+
+    Returns:
+        The log-probability of the targets [n], the entropy [n], and 1 if the target is the argmax [n]. The last two are
+        uninitialized without `stats`.
     """
     value, entropy, correct = (logits.new_empty(len(logits), dtype=torch.float32) for _ in range(3))
-    told_apart = 1e-4 - math.log(vocabulary)
+    min_top_logp = 1e-4 - math.log(vocabulary)
     out = logits if gradient is None else gradient
     _log_prob[(len(logits),)](
         logits,
@@ -179,7 +192,7 @@ def log_prob(
         vocabulary,
         out.shape[-1],
         1 / temperature,
-        told_apart,
+        min_top_logp,
         gradient is not None,
         stats,
         BLOCK,
@@ -197,10 +210,21 @@ def kl(
     ce_coef: float,
     gradient: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits of student [n, V] and teacher [n, V'], over the ids that both have -> KL(q, p) or KL(p, q), and the
-    log-probabilities of the targets by each, [n]. gradient [n, V] is overwritten with that of (1 - w) KL - w ln q.
+    """Compute a KL divergence over the ids that student q and teacher p have, and its gradient.
+
+    Args:
+        logits: Logits of the student, [n, V].
+        teacher: Logits of the teacher, [n, V'].
+        targets: [n].
+        temperature: Divides the logits of both.
+        reverse: Compute KL(q, p) instead of KL(p, q).
+        ce_coef: Weight w of the cross-entropy in the gradient.
+        gradient: Memory [n, V] for the gradient of (1 - w) KL - w ln q(target), or None.
+
+    Returns:
+        The divergence [n], and the log-probabilities of the targets under student and teacher, [n] each.
     """
-    value, student, theirs = (logits.new_empty(len(logits), dtype=torch.float32) for _ in range(3))
+    value, student_logps, teacher_logps = (logits.new_empty(len(logits), dtype=torch.float32) for _ in range(3))
     size = min(logits.shape[-1], teacher.shape[-1])
     out = logits if gradient is None else gradient
     _kl[(len(logits),)](
@@ -208,8 +232,8 @@ def kl(
         teacher,
         targets,
         value,
-        student,
-        theirs,
+        student_logps,
+        teacher_logps,
         out,
         logits.stride(0),
         teacher.stride(0),
@@ -222,4 +246,4 @@ def kl(
         BLOCK,
         num_warps=WARPS,
     )
-    return value, student, theirs
+    return value, student_logps, teacher_logps

@@ -1,16 +1,16 @@
-"""Examples -> one micro-batch of tensors: a batch is prompts with branches.
+"""Layouts of a micro-batch: examples, which are prompts with branches, become rows of tokens.
 
-An example is a prompt and K continuations of it (DPO: chosen and rejected; SFT: the completion). `collate` lays B of
-them out as rows of R x L tokens, in one of three layouts that give the same scores:
+An example is a prompt with K continuations (DPO: chosen and rejected; SFT: the completion). `collate` lays out B
+examples as R rows of L tokens, in one of three layouts that give the same scores:
 
-shared   [p0 .. p(n-2)] [p(n-1) a1 a2 ..] [p(n-1) b1 b2 ..]: the prompt once; a branch begins with its own copy of the
-         last prompt token, so the position that predicts a trained token lies inside its branch
-packed   every branch a document with its own copy of the prompt, all in one row, for FlashAttention
-padded   every branch a row, for architectures that take no custom mask
+shared   [p0 .. p(n-2)] [p(n-1) a1 a2 ..] [p(n-1) b1 b2 ..]: the prompt once. A branch begins with its own copy of the
+         last prompt token, so that the position that predicts a trained token lies inside its branch
+packed   each branch is a document with its own copy of the prompt, all in one row, for FlashAttention
+padded   each branch is a row, for architectures that do not support a custom mask
 
-Rows of `shared` hold several examples: one row for attention that takes it in pieces, otherwise as many rows as cost
-least, padding and attention together. A branch's last token predicts nothing and is not an input. Positions restart at
-0 in each document and at n-1 in each branch.
+Rows of `shared` hold several examples: one row for attention by segment, otherwise the number of rows with the lowest
+cost of padding and attention together. The last token of a branch predicts nothing and is not an input. Positions
+restart at 0 in each document and at n-1 in each branch.
 
 Legend: B examples, K branches of each, R rows, L row length, N scored tokens.
 """
@@ -31,55 +31,58 @@ from . import attention
 from .vision_inputs import VisionInputs
 
 IGNORE = -100
-"""The label of a position that predicts nothing."""
+"""Label of a position that predicts nothing."""
 ATTENTION_LENGTH = 4096
-"""The row length at which attention is taken to cost as much as the rest; by FLOPs that is at 6 x the hidden size."""
-ROW_COUNTS = 32  # about how many numbers of rows are tried
+"""Row length at which attention is assumed to cost as much as all other layers. By FLOPs it is 6 x the hidden size."""
+ROW_COUNTS = 32  # approximate number of row counts that are tried
 
 
 @dataclass(frozen=True)
 class Branch:
     """One continuation of a prompt."""
 
-    ids: Sequence[int]  # its tokens, at least one
-    mask: Sequence[int] | None = None  # 1 where a token is trained; None trains all
+    ids: Sequence[int]  # at least one token
+    mask: Sequence[int] | None = None  # 1 for trained tokens; None trains all tokens
 
 
 @dataclass(frozen=True)
 class TeacherInput:
-    """What a teacher reads of an example: see `teacher_view`."""
+    """Input of a teacher that differs from the student's. See `teachers.inputs`."""
 
-    teacher: str = ""  # which of several
-    prompt: Sequence[int] | None = None  # in place of the example's own
-    aligned: Sequence[Any] | None = None  # of each branch `data.align.Aligned`, for a teacher with its own tokenizer
+    teacher: str = ""  # name of the teacher, if there are several
+    prompt: Sequence[int] | None = None  # replaces the prompt of the example
+    aligned: Sequence[Any] | None = None  # `data.align.Aligned` of each branch, for a teacher with its own tokenizer
 
 
 @dataclass(frozen=True)
 class Example:
-    """A prompt of at least one token (a lone BOS, or the first token, where there is no other) and its branches."""
+    """A prompt with its branches.
+
+    The prompt has at least one token: a lone BOS, or the first token of the text if there is no other prompt.
+    """
 
     prompt: Sequence[int]
     branches: Sequence[Branch]
-    columns: Mapping[str, Any] = field(default_factory=dict)  # more values, such as a label; each name a tensor [B]
-    pictures: Sequence[Any] = ()  # in the order in which the tokens of their features stand in prompt and branch
-    reading: TeacherInput | None = None  # what a teacher reads in its place, where that is something else
+    columns: Mapping[str, Any] = field(default_factory=dict)  # further values, such as a label, each a tensor [B]
+    images: Sequence[Any] = ()  # in the order of their tokens in prompt and branch
+    teacher_input: TeacherInput | None = None  # None if the teacher reads the example itself
 
 
 class Prompt(list[int]):
-    """Ids of a prompt, with its pictures."""
+    """Token ids of a prompt, with its images."""
 
-    pictures: Sequence[Any] = ()
+    images: Sequence[Any] = ()
 
     @classmethod
-    def of(cls, row: Mapping[str, Any]) -> "Prompt":
-        """That of a prepared row."""
+    def from_row(cls, row: Mapping[str, Any]) -> "Prompt":
+        """Return the prompt of a prepared row."""
         prompt = cls(row["prompt_ids"])
-        prompt.pictures = row.get("images") or ()
+        prompt.images = row.get("images") or ()
         return prompt
 
 
-def reading_of(row: dict[str, Any]) -> TeacherInput | None:
-    """What a prepared row says of its teacher, if anything."""
+def teacher_input_of(row: Mapping[str, Any]) -> TeacherInput | None:
+    """Return the teacher's input of a prepared row, or None if the row defines none."""
     teacher = row.get("teacher")
     prompt = row.get("teacher_prompt_ids")
     return TeacherInput(teacher or "", prompt or None) if teacher or prompt else None
@@ -87,58 +90,63 @@ def reading_of(row: dict[str, Any]) -> TeacherInput | None:
 
 @dataclass
 class Collator:
-    """Prepared rows -> a micro-batch. The trainer owns it, and may change its layout."""
+    """Callable that makes a micro-batch of prepared rows. The trainer owns it, and may change its layout."""
 
-    examples: Callable[[dict[str, Any]], list[Example]]  # the examples of a row: one, or those of a packed row
+    examples: Callable[[dict[str, Any]], list[Example]]  # examples of a row: one, or several for a packed row
     layout: str  # shared, packed or padded
     row_multiple: int | None = None  # see `collate`
-    pictures: Any = None  # `vision_inputs.VisionInputs` of a vision-language model
+    vision_inputs: VisionInputs | None = None  # for a vision-language model
     batch_class: ClassVar[type[MicroBatch]] = MicroBatch
 
     def collate(self, examples: Sequence[Example], batch_class: type[MicroBatch]) -> MicroBatch:
-        """`collate` in this layout."""
+        """Call `collate` with the layout of this collator."""
         return collate(
-            examples, self.layout, row_multiple=self.row_multiple, pictures=self.pictures, batch_class=batch_class
+            examples,
+            self.layout,
+            row_multiple=self.row_multiple,
+            vision_inputs=self.vision_inputs,
+            batch_class=batch_class,
         )
 
     def lay_out(self, examples: Sequence[Example]) -> MicroBatch:
-        """Lay out examples; a subclass adds fields."""
+        """Lay out examples. Subclasses add fields."""
         return self.collate(examples, self.batch_class)
 
     def __call__(self, rows: list[dict[str, Any]]) -> MicroBatch:
-        """Lay out the examples of prepared rows, with the scores that the rows have from before training.
+        """Lay out the examples of prepared rows, with scores from before training if the rows have them.
 
-        `row` is the place of each branch's row in this list.
+        The field `row` of the batch is the index of each branch's row in this list.
         """
-        examples_of_rows = [_with_pictures(self.examples(row), row.get("images")) for row in rows]
+        examples_of_rows = [_with_images(self.examples(row), row.get("images")) for row in rows]
         batch = self.lay_out([example for examples in examples_of_rows for example in examples])
-        numbers = [n for n, examples in enumerate(examples_of_rows) for one in examples for _ in one.branches]
+
+        numbers = [n for n, examples in enumerate(examples_of_rows) for example in examples for _ in example.branches]
         batch = batch.replace(index=torch.tensor([row.get("index", -1) for row in rows]), row=torch.tensor(numbers))
         if "ref_logps" in rows[0]:
             batch = batch.replace(ref_logps=torch.tensor([row["ref_logps"] for row in rows]))
         return batch
 
 
-def _with_pictures(examples: list[Example], pictures: Any) -> list[Example]:
-    """The examples of a row with its pictures, which are a list of lists where several are packed."""
-    if not pictures:
+def _with_images(examples: list[Example], images: Sequence[Any] | None) -> list[Example]:
+    """Return the examples of a row with its images, which are a list of lists for a packed row."""
+    if not images:
         return examples
-    each = pictures if isinstance(pictures[0], list) else [pictures]
-    return [replace(example, pictures=own) for example, own in zip(examples, each, strict=True)]
+    images_of_examples = images if isinstance(images[0], list) else [images]
+    return [replace(example, images=own) for example, own in zip(examples, images_of_examples, strict=True)]
 
 
 @dataclass
 class Document:
-    """One attention document: parallel arrays over its tokens."""
+    """One attention document, as parallel arrays over its tokens."""
 
     ids: np.ndarray
     positions: np.ndarray
-    branch: np.ndarray  # 0 for what every token of the document may see, k >= 1 for branch k
-    targets: np.ndarray  # the token that a position predicts where that is trained, else IGNORE
-    weights: np.ndarray  # how many branches share the token: `router_weights`, which are 0 on padding
-    owners: np.ndarray  # for each scored position, in order: the number of its branch, counted over all examples
+    branch: np.ndarray  # 0 for tokens that every token of the document may attend to, k >= 1 for branch k
+    targets: np.ndarray  # token that a position predicts if it is trained, else IGNORE
+    weights: np.ndarray  # number of branches that share the token: `router_weights`, which are 0 on padding
+    owners: np.ndarray  # for each scored position, in order, the number of its branch, counted over all examples
     rope: np.ndarray = field(default_factory=lambda: np.empty((0, 3)))  # three positions of each token, for M-RoPE
-    pictures: Sequence[Any] = ()
+    images: Sequence[Any] = ()
 
 
 def collate(
@@ -146,29 +154,42 @@ def collate(
     layout: str,
     pad_id: int = 1,
     row_multiple: int | None = None,
-    pictures: Any = None,
+    vision_inputs: VisionInputs | None = None,
     batch_class: type[MicroBatch] = MicroBatch,
 ) -> MicroBatch:
     """Lay out B examples as a micro-batch. The examples may differ in their number of branches.
 
-    pad_id: any token, but for Gemma 3n, which divides by the norm of embeddings: that of its own padding, 0, is 0.
-    row_multiple: where the shared and packed layouts are to be one row, what its length is made a multiple of.
-    pictures: `vision_inputs.VisionInputs`, for examples that have some.
-    batch_class: has a field for each of the examples' columns.
-    The number of a branch is counted over all examples (example * K + branch where all have K); `row` is the number of
-    its example. Raises InputError where there is no token at all.
+    Branches are numbered over all examples (example * K + branch if all examples have K). The field `row` is the number
+    of each branch's example.
+
+    Args:
+        examples: Examples, at least one.
+        layout: `shared`, `packed` or `padded`.
+        pad_id: Id of padding. Any token, except for Gemma 3n, which divides by the norm of embeddings: the embedding of
+            its own padding id, 0, is 0.
+        row_multiple: Makes the shared and packed layouts one row, whose length is a multiple of this number.
+        vision_inputs: Required for examples with images.
+        batch_class: Class with a field for each of the examples' columns.
+
+    Raises:
+        InputError: If the examples have no token at all.
     """
-    # in the other layouts each branch is a document with its own copy of the prompt
-    alone = [replace(example, branches=[branch]) for example in examples for branch in example.branches]
-    documents = _documents(examples if layout == "shared" else alone, pictures)
+    # in layouts other than `shared`, each branch is a document with its own copy of the prompt
+    single_branch = [replace(example, branches=[branch]) for example in examples for branch in example.branches]
+    documents = _documents(examples if layout == "shared" else single_branch, vision_inputs)
     if not any(len(document.ids) for document in documents):
-        raise InputError("a micro-batch has no token: no answer has one to train on, no prompt more than one")
+        raise InputError(
+            "a micro-batch has no tokens, because no answer has a trained token and no prompt has more than one token. "
+            "Remove such rows"
+        )
+
     if layout == "padded":
         rows = [[document] for document in documents]
     elif layout == "packed" or row_multiple:
         rows = [documents]
     else:
         rows = _cheapest_rows(documents)
+
     tensors: dict[str, Any] = _to_tensors(rows, pad_id, 1 if layout == "padded" else row_multiple or 1)
     tensors["row"] = torch.tensor([number for number, example in enumerate(examples) for _ in example.branches])
     for name in examples[0].columns:
@@ -176,67 +197,81 @@ def collate(
     batch = batch_class(**tensors)
     length = batch.input_ids.shape[1]
 
-    # plain causal attention is enough where each row is a single document without branches
+    # plain causal attention is enough if each row is a single document without branches
     plain = not any(len(row) > 1 or row[0].branch.any() for row in rows)
     if layout == "padded" or (plain and not row_multiple):
         batch = batch.replace(document=None, branch=None)
     elif layout == "packed" or row_multiple:
         segments = attention.find_segments([document.branch for document in documents], length)
         batch = batch.replace(segments=segments)
+
     if layout == "padded":
         lengths = torch.tensor([len(row[0].ids) for row in rows])
         batch = batch.replace(
             attention_mask=(torch.arange(length) < lengths[:, None]).long(),
-            # no position beyond the row's own: some models choose their rotary frequencies by the largest
+            # no position exceeds the row's own, because some models choose their rotary frequencies by the largest one
             position_ids=torch.minimum(batch.position_ids, (lengths - 1).clamp(min=0)[:, None]),
         )
 
-    if pictures is None:
+    if vision_inputs is None:
         return batch.replace(rope_positions=None)
-    shown = [picture for row in rows for document in row for picture in document.pictures]
-    return pictures.add_to(batch, shown)
+    images = [image for row in rows for document in row for image in document.images]
+    return vision_inputs.add_to(batch, images)
 
 
-def _documents(examples: Sequence[Example], pictures: VisionInputs | None = None) -> list[Document]:
-    """One document an example: its prompt once, then its branches."""
+def _documents(examples: Sequence[Example], vision_inputs: VisionInputs | None = None) -> list[Document]:
+    """Return one document per example: its prompt once, then its branches."""
     documents = []
     owner = count()
     for example in examples:
         prompt = np.asarray(example.prompt)
         start = len(example.prompt) - 1
         several = len(example.branches) > 1
-        none = np.empty(0, dtype=np.int64)
-        # the prompt's last token is left to the branches: there it predicts the first token of each
-        seen_by_all = np.zeros(start, dtype=np.int64)
+
+        # the last prompt token belongs to the branches, where it predicts the first token of each
+        no_owners = np.empty(0, dtype=np.int64)
+        no_branch = np.zeros(start, dtype=np.int64)
         untrained = np.full(start, IGNORE)
         shared_by = np.full(start, len(example.branches))
-        parts = [Document(prompt[:-1], np.arange(start), seen_by_all, untrained, shared_by, none)]
+        parts = [Document(prompt[:-1], np.arange(start), no_branch, untrained, shared_by, no_owners)]
         for k, branch in enumerate(example.branches):
-            parts.append(_continued(prompt[-1:], branch, start, k + 1 if several else 0, next(owner)))
+            parts.append(_branch_document(prompt[-1:], branch, start, k + 1 if several else 0, next(owner)))
+
         columns = zip(*(list(vars(part).values())[:6] for part in parts), strict=True)
         joined: Any = map(np.concatenate, columns)
         document = Document(*joined)
         document.rope = np.repeat(document.positions[:, None], 3, axis=1)
-        if example.pictures:
-            assert pictures is not None, "a picture needs a model that sees"
-            document.pictures = example.pictures
-            wholes = [pictures.positions([*example.prompt, *each.ids], example.pictures) for each in example.branches]
-            place = 0
-            for part, whole in zip(parts, [wholes[0], *wholes], strict=True):
-                document.rope[place : place + len(part.ids)] = whole[part.positions]
-                place += len(part.ids)
+
+        if example.images:
+            assert vision_inputs is not None, "images require a vision-language model"
+            document.images = example.images
+            texts = [[*example.prompt, *branch.ids] for branch in example.branches]
+            rope_positions = [vision_inputs.positions(text, example.images) for text in texts]
+            offset = 0
+            for part, positions in zip(parts, [rope_positions[0], *rope_positions], strict=True):
+                document.rope[offset : offset + len(part.ids)] = positions[part.positions]
+                offset += len(part.ids)
         documents.append(document)
     return documents
 
 
-def _continued(last_prompt_id: np.ndarray, branch: Branch, start: int, number: int, owner: int) -> Document:
-    """[last prompt token, branch without its last token] with the branch as targets, up to the last trained one."""
+def _branch_document(last_prompt_id: np.ndarray, branch: Branch, start: int, number: int, owner: int) -> Document:
+    """Return [last prompt token, branch without its last token] with the branch as targets, up to the last trained one.
+
+    Args:
+        last_prompt_id: The last token of the prompt, [1].
+        branch: Continuation.
+        start: Position of the last prompt token.
+        number: Number of the branch within its document.
+        owner: Number of the branch within the batch.
+    """
     # inputs and targets are shifted by one here: position i reads token i - 1 of the branch and predicts token i
     ids = targets = np.asarray(branch.ids)
     if branch.mask is not None:
         targets = np.where(np.asarray(branch.mask, dtype=bool), ids, IGNORE)
     trained = np.flatnonzero(targets != IGNORE)
     size = int(trained[-1]) + 1 if len(trained) else 0
+
     inputs = np.concatenate([last_prompt_id, ids[: max(size - 1, 0)]])[:size]
     ones = np.ones(size, dtype=np.int64)
     owners = np.full(len(trained), owner)
@@ -244,26 +279,33 @@ def _continued(last_prompt_id: np.ndarray, branch: Branch, start: int, number: i
 
 
 def _cheapest_rows(documents: list[Document]) -> list[list[Document]]:
-    """The documents in rows of about equal length, in the number of rows that costs least.
+    """Distribute documents over rows of about equal length, in the number of rows with the lowest cost.
 
-    Fewer rows have less padding; longer ones have more pairs of tokens in attention.
+    Fewer rows have less padding. Longer rows have more pairs of tokens in attention.
     """
     lengths = [len(document.ids) for document in documents]
     step = 1 + len(documents) // ROW_COUNTS
 
-    def cost(rows: list[list[int]]) -> float:  # of a pass, in tokens through the layers
-        longest = max(sum(lengths[number] for number in row) for row in rows)
-        return len(rows) * longest * (1 + longest / ATTENTION_LENGTH)
+    def cost(rows: list[list[int]]) -> float:  # of a forward, in tokens
+        row_length = max(sum(lengths[number] for number in row) for row in rows)
+        return len(rows) * row_length * (1 + row_length / ATTENTION_LENGTH)
 
     counts = range(1, len(documents) + 1, step)
-    cheapest = min((share_out(lengths, [len(documents)] * n) for n in counts), key=cost)
+    cheapest = min((balance_groups(lengths, [len(documents)] * n) for n in counts), key=cost)
     return [[documents[number] for number in row] for row in cheapest]
 
 
-def share_out(costs: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
-    """Numbers of the items in each group: group g has at most sizes[g] of them, all groups cost about the same.
+def balance_groups(costs: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
+    """Distribute items over groups of about the same total cost.
 
-    Greedy: the most expensive item first, each into the cheapest group that is not full. All items must fit.
+    The algorithm is greedy: the most expensive item first, each into the cheapest group that is not full.
+
+    Args:
+        costs: Cost of each item.
+        sizes: Largest number of items of each group. All items must fit.
+
+    Returns:
+        The indices of the items of each group.
     """
     groups: list[list[int]] = [[] for _ in sizes]
     open_groups = [(0, group) for group, size in enumerate(sizes) if size]  # a heap
@@ -278,26 +320,30 @@ def share_out(costs: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
 
 
 def _to_tensors(rows: list[list[Document]], pad_id: int, multiple: int) -> dict[str, Tensor]:
-    """The tensors that all layouts have, of rows whose length is a multiple of `multiple`. Positions of padding go on
-    counting, but not beyond the largest real one, which may be the model's last.
+    """Return the tensors that all layouts have, for rows whose length is a multiple of `multiple`.
+
+    Positions continue in the padding, but not beyond the largest real position, which may be the model's last.
     """
-    longest = max(sum(len(d.ids) for d in row) for row in rows)
-    shape = len(rows), -(-longest // multiple) * multiple
+    row_length = max(sum(len(document.ids) for document in row) for row in rows)
+    shape = len(rows), -(-row_length // multiple) * multiple
     fill = {"ids": pad_id, "positions": 0, "targets": IGNORE, "weights": 0, "branch": 0}
     columns = {name: np.full(shape, value, dtype=np.int64) for name, value in fill.items()}
     rope = np.zeros((*shape, 3), dtype=np.int64)
     document_ids = np.full(shape, -1)
-    top = max((int(document.positions.max(initial=0)) for row in rows for document in row), default=0)
+    last_position = max((int(document.positions.max(initial=0)) for row in rows for document in row), default=0)
+
     for r, row in enumerate(rows):
         for name, table in columns.items():
             values = np.concatenate([getattr(document, name) for document in row])
             table[r, : len(values)] = values
         rope[r, : len(values)] = np.concatenate([document.rope for document in row])
-        # padding behind the row
+
+        # padding after the row
         end = len(values)
         document_ids[r, :end] = np.repeat(np.arange(len(row)), [len(document.ids) for document in row])
         last = columns["positions"][r, end - 1] if end else -1
-        columns["positions"][r, end:] = np.minimum(np.arange(last + 1, last + 1 + shape[1] - end), top)
+        columns["positions"][r, end:] = np.minimum(np.arange(last + 1, last + 1 + shape[1] - end), last_position)
+
     shift_labels = torch.from_numpy(columns["targets"])
     return {
         "input_ids": torch.from_numpy(columns["ids"]),

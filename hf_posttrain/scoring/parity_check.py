@@ -1,59 +1,61 @@
-"""The parity check: a model must score a laid-out batch as its own forward scores each example alone."""
+"""Parity check: a model must score a laid-out batch as its own forward scores each example alone."""
 
 import inspect
 import logging
 import math
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from ..batching.micro_batch import MicroBatch
-from ..data.images import some_picture
+from ..data.images import noise_image
 from ..errors import InputError
 from ..losses.divergence import log_softmax
 from . import forward
 from .attention_selection import row_multiple
-from .head import LOW, LogProb, score_tokens
+from .head import HALF_DTYPES, LogProb, score_tokens
 from .layouts import Branch, Example, collate
-from .recurrent_segments import got_pieces
-from .rotary import rope_switch
+from .recurrent_segments import used_segments
+from .rotary import rope_switch_length
 from .varlen import has_varlen_kernel
 from .vision_inputs import VisionInputs
 
 logger = logging.getLogger(__name__)
-SPANS = re.compile("^(?!.*(layers|experts|heads)).*(window|chunk|local)")
+SPAN_FIELDS = re.compile("^(?!.*(layers|experts|heads)).*(window|chunk|local)")
 """Names of config fields that limit the distance at which a layer attends."""
-LOWEST = -1e30
+MIN_TEACHER_LOGIT = -1e30
 """Smallest logit of a teacher. A divergence multiplies it by probabilities, and gradients by it."""
-ROUGH = 0.1
-"""Tolerance of int8 products and of FlashAttention, which computes in 16 bits."""
-ROUGHEST = 0.3
+LOW_PRECISION_TOLERANCE = 0.1
+"""Tolerance of int8 products, and of FlashAttention, which computes in 16 bits."""
+HALF_PRECISION_TOLERANCE = 0.3
 """Tolerance of a forward that computes everything in 16 bits."""
 
 
 class InFloat32(TorchFunctionMode):
-    """Products, norms and attention in float32, whatever the weights' dtype, autocast or engine: for a check, in which
-    rounding would hide a fault. Each weight is cast when it is used; quantised ones keep their own products.
+    """Mode that computes products, norms and attention in float32, for any dtype of weights, autocast or engine.
+
+    It is meant for checks, in which rounding would hide a fault. Each weight is cast when it is used. Quantized weights
+    keep their own products.
     """
 
     FUNCTIONS = frozenset(
         {
-            F.linear,
-            F.conv1d,
-            F.layer_norm,
-            F.rms_norm,
-            F.group_norm,
-            F.scaled_dot_product_attention,
+            functional.linear,
+            functional.conv1d,
+            functional.layer_norm,
+            functional.rms_norm,
+            functional.group_norm,
+            functional.scaled_dot_product_attention,
             torch.matmul,
             Tensor.matmul,
             Tensor.__matmul__,
@@ -68,87 +70,122 @@ class InFloat32(TorchFunctionMode):
     )
     CASTS = frozenset({Tensor.to, Tensor.bfloat16, Tensor.half, Tensor.type_as})
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
         kwargs = kwargs or {}
-        if func is F.embedding:
-            return _raised(func(*args, **kwargs))
-        # FSDP2 casts what goes into each layer, mixtures of experts what goes into each product
+        if func is functional.embedding:
+            return _to_float32(func(*args, **kwargs))
+        # FSDP2 casts the inputs of each layer, and mixtures of experts cast the inputs of each product
         if func in self.CASTS and args[0].dtype == torch.float32:
             cast = func(*args, **kwargs)
-            return args[0].to(cast.device) if cast.dtype in LOW else cast
+            return args[0].to(cast.device) if cast.dtype in HALF_DTYPES else cast
         if (func not in self.FUNCTIONS and "grouped_mm" not in str(func)) or "out" in kwargs:
             return func(*args, **kwargs)
         if func is torch.einsum and not isinstance(args[1], Tensor):
-            args = (args[0], *args[1])  # a list of them, the older form
+            args = (args[0], *args[1])  # the older form, with a list of tensors
         device = next(value.device.type for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
         with torch.autocast(device, enabled=False):
-            return func(*map(_raised, args), **{name: _raised(value) for name, value in kwargs.items()})
+            return func(*map(_to_float32, args), **{name: _to_float32(value) for name, value in kwargs.items()})
 
 
-def _raised(value: object) -> Any:
-    """A tensor of less than float32 in float32; anything else as it is."""
-    return value.float() if isinstance(value, Tensor) and value.dtype in LOW else value
+def _to_float32(value: object) -> Any:
+    """Return a half-precision tensor in float32, and any other value unchanged."""
+    return value.float() if isinstance(value, Tensor) and value.dtype in HALF_DTYPES else value
 
 
-def check(
+def parity_error(
     model: nn.Module,
     layout: str,
     device: torch.device | str = "cpu",
     max_length: int | None = None,
     in_float32: bool = True,
-    pictures: Any = None,
-    beside: Sequence[PreTrainedModel] = (),
+    vision_inputs: VisionInputs | None = None,
+    other_models: Sequence[PreTrainedModel] = (),
 ) -> float:
-    """Score prompts with their answers on `device` and compare with the model's own forward on each answer alone.
+    """Score prompts with their answers in a layout, and compare with the model's own forward on each answer alone.
 
-    Where the model has a window or chunks shorter than `max_length`, one row is longer than they are. With `pictures`,
-    the `VisionInputs` of a model that sees, one has a picture. beside: other models for which batches are laid out.
-    Returns the mean difference of a token's log-probability. in_float32: is it inside `InFloat32`?
+    Args:
+        model: Model after `enable_scoring`.
+        layout: `shared`, `packed` or `padded`.
+        device: Device of the batch.
+        max_length: Limit of row lengths in tokens. If the model has a window or chunks below this limit, one row is
+            longer than these.
+        in_float32: Whether the call is inside `InFloat32`.
+        vision_inputs: Image inputs of a vision-language model. With them one row has an image.
+        other_models: Other models for which batches are laid out.
+
+    Returns:
+        The mean absolute difference of a token's log-probability. It is infinite if the model does not pass the
+        segments on to its recurrent layers.
     """
     inner = forward.causal_lm(model)
-    examples = _check_rows(inner, max_length, pictures)
-    found = []
-    alone = [(example, branch.ids) for example in examples for branch in example.branches]
-    laid_out = collate(examples, layout, row_multiple=row_multiple([inner, *beside]), pictures=pictures)
+    examples = _check_examples(inner, max_length, vision_inputs)
+    errors = []
+    answers = [(example, branch.ids) for example in examples for branch in example.branches]
+    multiple = row_multiple([inner, *other_models])
+    laid_out = collate(examples, layout, row_multiple=multiple, vision_inputs=vision_inputs)
     batch = laid_out.to(device)
+
     with torch.no_grad(), forward.eval_mode(model):
         values = token_logps(model, batch, in_float32)
-        if layout != "padded" and not got_pieces(inner):
-            return math.inf  # of weights that are not trained yet states are too small to show in the values
-        for k, (example, ids) in enumerate(alone):
-            own = [*example.prompt, *ids[:-1]]
-            shown = {}
-            if example.pictures:
-                shown = pictures.of_prompts(example.pictures, torch.tensor([own], device=device), inner)
-            logps = log_softmax(own_logits(model, own, len(ids), shown))
+        if layout != "padded" and not used_segments(inner):
+            return math.inf  # the states of weights that are not trained yet are too small to show in the values
+        for k, (example, ids) in enumerate(answers):
+            inputs = [*example.prompt, *ids[:-1]]
+            image_arguments = {}
+            if example.images:
+                assert vision_inputs is not None
+                tokens = torch.tensor([inputs], device=device)
+                image_arguments = vision_inputs.prompt_arguments(example.images, tokens, inner)
+            logps = log_softmax(reference_logits(model, inputs, len(ids), image_arguments))
             expected = logps.gather(-1, torch.tensor(ids, device=device)[:, None])[:, 0]
-            found.append((values[batch.owner == k] - expected).abs())
-    return torch.cat(found).mean().item()
+            errors.append((values[batch.owner == k] - expected).abs())
+    return torch.cat(errors).mean().item()
 
 
 def token_logps(model: nn.Module, batch: MicroBatch, in_float32: bool) -> Tensor:
-    """The log-probabilities of the scored tokens of a batch, [N], as a step has them; on request by a float32 head."""
+    """Return the log-probabilities of the scored tokens of a batch, [N], as a training step computes them.
+
+    Args:
+        model: Model after `enable_scoring`.
+        batch: Laid-out batch on the device of the model.
+        in_float32: Compute the head in float32.
+    """
     tile = LogProb(batch.targets)
 
     def scorer(head: forward.LMHead, hidden: Tensor) -> dict[str, Tensor]:
-        states = forward.scored_states(hidden, batch)
+        states = forward.scored_hidden_states(hidden, batch)
         if not in_float32:
             return {"value": head.score(states, tile)[0]}
-        states = _raised(states)
+        states = _to_float32(states)
         with torch.autocast(states.device.type, enabled=False):
-            if (plain := head.plain) is None:
+            if (linear := head.linear) is None:
                 return {"value": head.score(states, tile)[0]}
-            return {"value": score_tokens(*plain.cast(states, states.dtype), tile)[0]}
+            return {"value": score_tokens(*linear.cast(states, states.dtype), tile)[0]}
 
     value: Tensor = forward.run(model, batch, scorer)["value"]
     return value
 
 
-def within(measure: Callable[[bool], float], limits: tuple[float | None, float], what: str) -> bool:
-    """Does `measure(in_float32)` find at most its limit, in float32 or, where a kernel takes none or the limit is None,
-    in the model's own precision? False where it fails in both: the log has the errors, `what` they are of.
+def is_within_tolerance(measure: Callable[[bool], float], tolerances: tuple[float | None, float], subject: str) -> bool:
+    """Return whether an error is within its tolerance, in float32 or else in the model's own precision.
+
+    The second measurement is made if a kernel does not support float32, or if the first tolerance is None.
+
+    Args:
+        measure: Function of `in_float32` that returns the error.
+        tolerances: Tolerance in float32 and in the model's own precision.
+        subject: Subject of the check, for the log.
+
+    Returns:
+        False also if both measurements raise an exception. The exceptions are logged.
     """
-    for in_float32, limit in zip((True, False), limits, strict=True):
+    for in_float32, limit in zip((True, False), tolerances, strict=True):
         if limit is None:
             continue
         try:
@@ -156,129 +193,177 @@ def within(measure: Callable[[bool], float], limits: tuple[float | None, float],
                 return measure(in_float32) <= limit
         except torch.OutOfMemoryError:
             raise
-        # such a kernel, a head that does not fit the backbone's states (ELECTRA's), what transformers' generate refuses
+        # such a kernel, a head that does not match the hidden states (ELECTRA), inputs that `generate` rejects
         except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
-            logger.info("%s, check in %s: %s", what, "float32" if in_float32 else "its own precision", error)
+            precision = "float32" if in_float32 else "its own precision"
+            logger.info("%s: the check in %s failed with: %s", subject, precision, error)
     return False
 
 
 def check_finite(model: nn.Module, teacher: bool = False) -> None:
-    """Raises InputError where weights or logits are no numbers, and where a teacher's logits are so low that a
-    divergence from it overflows.
+    """Raise InputError if weights or logits are not finite.
+
+    Args:
+        model: Model after `enable_scoring`.
+        teacher: Raise also if logits are so low that a divergence from this teacher overflows.
     """
     inner = forward.causal_lm(model)
     name = type(inner).__name__.removeprefix("FSDP")
-    broken = [place for place, weight in model.named_parameters() if not _is_finite(weight)]
+    broken = [parameter for parameter, weight in model.named_parameters() if not _is_finite(weight)]
     if broken:
-        problem = f"{len(broken)} of its weights hold NaN or infinite numbers, {broken[0]} first"
-        raise InputError(f"{name}: {problem}: load another checkpoint of it")
+        raise InputError(
+            f"{name} has NaN or infinite values in {len(broken)} of its weights, the first of which is {broken[0]}. "
+            "Load another checkpoint"
+        )
+
     with torch.no_grad(), forward.eval_mode(model):
-        logits = own_logits(model, some_ids(inner)(3), 3)
+        logits = reference_logits(model, example_ids(inner)(3), 3)
     if logits.isnan().any() or logits.isposinf().any():
-        advice = "in float16 large numbers overflow: load it in bfloat16 or float32"
-        cause = advice if model_dtype(inner) == torch.float16 else "the model cannot be used as it is"
-        raise InputError(f"{name}: its logits are NaN or infinite, though its weights are finite: {cause}")
-    if teacher and logits.min() < LOWEST:
-        low = f"{int((logits < LOWEST).any(0).sum())} tokens have logits of {logits.min().item():.2g}"
-        raise InputError(f"{name}, the teacher: {low}, so that divergences from it overflow: give them -1e4 instead")
+        in_float16 = model_dtype(inner) == torch.float16
+        fix = "Load it in bfloat16 or float32, because large values overflow in float16"
+        fix = fix if in_float16 else "Load another checkpoint"
+        raise InputError(f"{name}: its logits are NaN or infinite, although its weights are finite. {fix}")
+    if teacher and logits.min() < MIN_TEACHER_LOGIT:
+        count = int((logits < MIN_TEACHER_LOGIT).any(0).sum())
+        raise InputError(
+            f"{name}, the teacher: {count} tokens have logits down to {logits.min().item():.2g}, so that divergences "
+            "from it overflow. Set these logits to -1e4"
+        )
 
 
 def model_dtype(model: PreTrainedModel) -> torch.dtype:
-    """Return the dtype in which a model computes here: autocast's where it is on."""
+    """Return the dtype in which a model computes here, which is the dtype of autocast if it is on."""
     device = model.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else model.dtype
 
 
 def _is_finite(weight: nn.Parameter) -> bool:
-    """Return whether a weight holds numbers only, as far as it is here; a bias of -inf forbids a token."""
+    """Return whether a weight, as far as it is on this rank, is finite. A bias may be -inf, which forbids a token."""
     if not weight.is_floating_point() or weight.is_meta or isinstance(weight, DTensor) or hasattr(weight, "ds_id"):
         return True
     values = weight.detach()
-    if values.sum(dtype=torch.float32).isfinite():  # reads it once, without a copy, and may overflow itself
+    if values.sum(dtype=torch.float32).isfinite():  # reads the weight once, without a copy; the sum itself may overflow
         return True
     return not (values.isnan() | values.isposinf() | (values.isneginf() & (values.dim() > 1))).any()
 
 
 def check_causal(model: nn.Module) -> None:
-    """Raises InputError where a token sees those behind it."""
+    """Raise InputError if a token attends to later tokens."""
     inner = forward.causal_lm(model)
-    ids = some_ids(forward.causal_lm(model))(8)
-    if (limit := tolerance(inner)) >= ROUGH:
-        return  # int8 quantises a whole row at once: another last token moves what is before it
+    ids = example_ids(forward.causal_lm(model))(8)
+    if (limit := tolerance(inner)) >= LOW_PRECISION_TOLERANCE:
+        return  # int8 quantizes a whole row at once, so that another last token changes the values before it
+
     other = (ids[-1] + 1) % inner.config.get_text_config().vocab_size
     with torch.no_grad(), forward.eval_mode(model):
-        one, two = (own_logits(model, [*ids[:-1], last], len(ids))[:-1] for last in (ids[-1], other))
-    if (one - two).abs().mean() > limit:
+        first, second = (reference_logits(model, [*ids[:-1], last], len(ids))[:-1] for last in (ids[-1], other))
+    if (first - second).abs().mean() > limit:
         raise InputError(
-            f"{type(inner).__name__} lets a token see those behind it, so it is no causal LM (an encoder becomes one "
-            "by is_decoder: true in its config)"
+            f"{type(inner).__name__} is not a causal LM, because a token attends to later tokens. If it is an encoder, "
+            "set is_decoder: true in its config"
         )
 
 
-def own_logits(model: nn.Module, ids: Sequence[int], last: int, shown: dict[str, Any] | None = None) -> Tensor:
-    """The logits of the last tokens by the model's own forward, [last, V]. shown: what it takes of pictures."""
+def reference_logits(
+    model: nn.Module, ids: Sequence[int], last: int, image_arguments: Mapping[str, Any] | None = None
+) -> Tensor:
+    """Return the logits of the last tokens from the model's own forward, [last, V].
+
+    Args:
+        model: Model.
+        ids: Token ids of one row.
+        last: Number of tokens at the end of the row whose logits are returned.
+        image_arguments: Arguments of the forward for the images of the row.
+    """
     inner = forward.causal_lm(model)
-    few = {"logits_to_keep": last} if "logits_to_keep" in inspect.signature(type(inner).forward).parameters else {}
-    output = model(input_ids=torch.tensor([ids], device=inner.device), use_cache=False, **few, **(shown or {}))
+    parameters = inspect.signature(type(inner).forward).parameters
+    options = {"logits_to_keep": last} if "logits_to_keep" in parameters else {}
+    output = model(
+        input_ids=torch.tensor([ids], device=inner.device), use_cache=False, **options, **(image_arguments or {})
+    )
     if not isinstance(logits := getattr(output, "logits", None), Tensor) or logits.ndim != 3:
-        problem = "does not give each token the logits of the next: it is no causal LM"
-        raise InputError(f"{type(inner).__name__} {problem}, which AutoModelForCausalLM loads")
+        raise InputError(
+            f"{type(inner).__name__} is not a causal LM, because it does not return logits of the next token. "
+            "Load a model that AutoModelForCausalLM supports"
+        )
     return logits[0, -last:].float()
 
 
-def spans(model: PreTrainedModel) -> list[int]:
-    """How far layers see, sizes of chunks and the like, in tokens: what longer rows show and shorter ones do not."""
+def attention_spans(model: PreTrainedModel) -> list[int]:
+    """Return the lengths in tokens above which a row may be computed differently, such as windows and chunks."""
     config: Any = model.config.get_text_config()
-    sizes = {value for key, value in config.to_dict().items() if type(value) is int and SPANS.search(key)}
-    return sorted(size for size in {*sizes, rope_switch(model) or 0} if size > 1)
+    sizes = {value for key, value in config.to_dict().items() if type(value) is int and SPAN_FIELDS.search(key)}
+    return sorted(size for size in {*sizes, rope_switch_length(model) or 0} if size > 1)
 
 
-def some_ids(model: PreTrainedModel) -> Callable[[int], list[int]]:
-    """A function that draws token ids, always the same ones."""
+def example_ids(model: PreTrainedModel) -> Callable[[int], list[int]]:
+    """Return a function that returns random token ids of a model, with a fixed seed."""
     size = model.config.get_text_config().vocab_size
-    draw = random.Random(0)
-    return lambda count: draw.choices(range(min(5, size // 2), min(size, 500)), k=count)
+    generator = random.Random(0)
+
+    def random_ids(count: int) -> list[int]:
+        return generator.choices(range(min(5, size // 2), min(size, 500)), k=count)
+
+    return random_ids
 
 
-def _check_rows(model: PreTrainedModel, max_length: int | None, pictures: VisionInputs | None = None) -> list[Example]:
-    """Two prompts of other lengths with two answers, a short one, one that is longer than what a layer sees, if rows
-    may be that, and one with a picture, if the model sees.
+def _check_examples(
+    model: PreTrainedModel, max_length: int | None, vision_inputs: VisionInputs | None = None
+) -> list[Example]:
+    """Return the examples of the check.
+
+    They are prompts of different lengths with two answers, one short example, one that is longer than the span of a
+    layer if the length limit allows it, and one with an image for a vision-language model.
     """
     config: Any = model.config.get_text_config()
-    ids = some_ids(model)
+    ids = example_ids(model)
     first = ids(5)
     second = [(first[-1] + 1) % config.vocab_size, *ids(2)]
-    rows = [Example(ids(4), [Branch(first), Branch(second)]), Example(ids(1), [Branch(ids(2))])]
-    rows.append(Example(ids(7), [Branch(ids(3)), Branch(ids(2))]))
-    most = min(max_length or math.inf, getattr(config, "max_position_embeddings", None) or math.inf)
-    if seen := [size for size in spans(model) if size < most]:
-        # with two answers: in the shared layout a token's place in the row is then not its position
-        rows.append(Example(ids(int(max(1, min(max(seen) + 4, most - 12)))), [Branch(ids(12)), Branch(ids(12))]))
-    if pictures is not None:
-        picture = some_picture()
-        text = [i for i in ids(30) if i not in pictures.reader.token_ids]
-        prompt = [*text[:2], *pictures.reader.ids(picture), *text[2:4]]
-        rows.append(Example(prompt, [Branch(text[4:8]), Branch(text[8:10])], pictures=[picture]))
-    return rows
+    examples = [Example(ids(4), [Branch(first), Branch(second)]), Example(ids(1), [Branch(ids(2))])]
+    examples.append(Example(ids(7), [Branch(ids(3)), Branch(ids(2))]))
+
+    limit = min(max_length or math.inf, getattr(config, "max_position_embeddings", None) or math.inf)
+    if spans := [size for size in attention_spans(model) if size < limit]:
+        # with two answers, because in the shared layout the index of a token in the row then differs from its position
+        prompt = ids(int(max(1, min(max(spans) + 4, limit - 12))))
+        examples.append(Example(prompt, [Branch(ids(12)), Branch(ids(12))]))
+
+    if vision_inputs is not None:
+        image = noise_image()
+        text = [i for i in ids(30) if i not in vision_inputs.reader.token_ids]
+        prompt = [*text[:2], *vision_inputs.reader.expansion_ids(image), *text[2:4]]
+        examples.append(Example(prompt, [Branch(text[4:8]), Branch(text[8:10])], images=[image]))
+    return examples
 
 
-def is_right(model: nn.Module, layout: str, device: torch.device | str, **given: Any) -> bool:
-    """Does a model score in a layout as its own forward does? The first rank's answer, for all. given: to `check`."""
-    what = f"layout {layout}"
+def passes_parity_check(model: nn.Module, layout: str, device: torch.device | str, **options: Any) -> bool:
+    """Return whether a model scores in a layout as its own forward does. All ranks return the result of the first one.
+
+    Args:
+        model: Model after `enable_scoring`.
+        layout: `shared`, `packed` or `padded`.
+        device: Device of the batch.
+        options: Further arguments of `parity_error`.
+    """
+    subject = f"layout {layout}"
 
     def measure(in_float32: bool) -> float:
-        return check(model, layout, device, in_float32=in_float32, **given)
+        return parity_error(model, layout, device, in_float32=in_float32, **options)
 
-    right = within(measure, (tolerance(forward.causal_lm(model)), ROUGHEST), what)
-    if has_varlen_kernel(torch.device(device)):  # which takes no float32, so that the above has not run it
-        right &= within(measure, (None, ROUGHEST), what)
-    [right] = broadcast_object_list([right])
-    return right
+    passes = is_within_tolerance(measure, (tolerance(forward.causal_lm(model)), HALF_PRECISION_TOLERANCE), subject)
+    if has_varlen_kernel(torch.device(device)):  # it does not support float32, so that the first check has not run it
+        passes &= is_within_tolerance(measure, (None, HALF_PRECISION_TOLERANCE), subject)
+    [passes] = broadcast_object_list([passes])
+    return passes
 
 
 def tolerance(model: PreTrainedModel) -> float:
-    """The most that `check` may find: rounding in float32; of what rounds to fewer bits in spite of it; of int8."""
+    """Return the largest acceptable `parity_error` of a model.
+
+    It is small for rounding in float32, larger for operations that round to fewer bits inside `InFloat32`, and largest
+    for int8 and FlashAttention.
+    """
     if getattr(model, "is_loaded_in_8bit", False) or "flash" in (model.config._attn_implementation or ""):
-        return ROUGH
+        return LOW_PRECISION_TOLERANCE
     exact = model.dtype == torch.float32 and not getattr(model, "is_quantized", False)
     return 1e-3 if exact and model.device.type == "cpu" and not torch.is_autocast_enabled("cpu") else 0.02

@@ -1,7 +1,9 @@
-"""Rotary frequencies that depend on the length of a row (LongRoPE, dynamic NTK): each row gets those of its own.
+"""Rotary frequencies that depend on the length of a row (LongRoPE, dynamic NTK), computed for each row separately.
 
-transformers takes those of the longest row in the batch, and with dynamic NTK those of the longest so far. A row is
-what the model reads: the last trained token is predicted and is no input.
+transformers uses the frequencies of the longest row in the batch, or with dynamic NTK of the longest row so far.
+The length of a row counts the tokens that the model reads. The last trained token is predicted and is not an input.
+
+Legend: R rows, L row length.
 """
 
 from types import MethodType
@@ -11,36 +13,38 @@ import torch
 from torch import Tensor, nn
 
 
-def rope_switch(model: nn.Module) -> int | None:
-    """Rows of more tokens than this get other frequencies than shorter ones; None where all get the same."""
-    return min(filter(None, map(_switch_of, model.modules())), default=None)
+def rope_switch_length(model: nn.Module) -> int | None:
+    """Return the number of tokens above which a row has other rotary frequencies, or None if all rows have the same."""
+    return min(filter(None, map(_switch_length, model.modules())), default=None)
 
 
-def _switch_of(module: Any) -> int | None:
-    """`rope_switch` of a rotary embedding, None of any other module."""
-    kinds = getattr(module, "rope_type", None)
-    if not {"longrope", "dynamic"} & set(kinds.values() if isinstance(kinds, dict) else [kinds]):
+def _switch_length(module: nn.Module) -> int | None:
+    """Return `rope_switch_length` of a rotary embedding, and None for any other module."""
+    rope_type = getattr(module, "rope_type", None)
+    if not {"longrope", "dynamic"} & set(rope_type.values() if isinstance(rope_type, dict) else [rope_type]):
         return None
-    given = module.config.rope_parameters  # of the model, or of each kind of layer
-    each = [part for part in (given, *given.values()) if isinstance(part, dict)]
-    return min(filter(None, [module.original_max_seq_len, *(p.get("original_max_position_embeddings") for p in each)]))
+    embedding: Any = module
+    parameters = embedding.config.rope_parameters  # of the model, or of each type of layer
+    groups = [group for group in (parameters, *parameters.values()) if isinstance(group, dict)]
+    original_lengths = (group.get("original_max_position_embeddings") for group in groups)
+    return min(filter(None, [embedding.original_max_seq_len, *original_lengths]))
 
 
-def rotate_by_row(model: nn.Module) -> None:
-    """Let rotary embeddings whose frequencies depend on lengths look at each row alone."""
+def enable_per_row_rope(model: nn.Module) -> None:
+    """Let rotary embeddings whose frequencies depend on lengths compute each row separately."""
     for module in model.modules():
-        if _switch_of(module):
+        if _switch_length(module):
             module.forward = MethodType(_rotate, module)
 
 
 def _rotate(module: Any, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-    """A rotary embedding's forward, in one call where no row is longer than the switch: position_ids [R, L]."""
-    found = []
-    switch = _switch_of(module)
-    assert switch is not None
-    for rows in position_ids.split(1) if position_ids.amax() >= switch else [position_ids]:
-        # the longest so far is forgotten
+    """Compute the forward of a rotary embedding for position_ids [R, L], in one call if no row exceeds the switch."""
+    outputs = []
+    switch_length = _switch_length(module)
+    assert switch_length is not None
+    for rows in position_ids.split(1) if position_ids.amax() >= switch_length else [position_ids]:
+        # forget the longest row so far
         for name in [name for name in vars(module) if name.endswith("max_seq_len_cached")]:
             setattr(module, name, 0)
-        found.append(type(module).forward(module, x, rows, *args, **kwargs))
-    return tuple(torch.cat(parts) for parts in zip(*found, strict=True))
+        outputs.append(type(module).forward(module, x, rows, *args, **kwargs))
+    return tuple(torch.cat(parts) for parts in zip(*outputs, strict=True))

@@ -1,11 +1,10 @@
-"""Student against teacher, tile by tile: the tile functions of KD and OPD.
+"""Tile functions of KD and OPD, which compare student and teacher over the whole vocabulary.
 
-Over the whole vocabulary here; over a teacher's most likely tokens: `top_tokens`; of the sampled tokens alone:
-`policy_gradient`.
+`top_tokens` compares them over a teacher's most likely tokens, `policy_gradient` on the sampled tokens alone.
 
-Student and teacher must have the same token ids. A divergence is over those that both heads have, padding that both
-have among them; a cross-entropy is over the student's whole head. The teacher's logits come from its hidden states tile
-by tile, alongside the student's, so neither model's logits exist in full.
+Student and teacher must have the same token ids. A divergence covers the ids that both heads have, including padding
+that both have. A cross-entropy covers the whole head of the student. The logits of the teacher are computed from its
+hidden states tile by tile, together with the student's, so that the logits of neither model exist in full.
 
 Legend: N scored tokens, n of one tile, V vocabulary, H hidden size.
 """
@@ -20,11 +19,16 @@ import torch
 from torch import Tensor
 
 from ..losses.divergence import DIVERGENCES, forward_kl, jsd, log_softmax, reverse_kl
-from .head import LogProb, Tile, TileFunction, expectation, kernels, softmax
+from .head import LogProb, Tile, TileFunction, expectation, softmax, triton_kernels
 
 
-def divergence(name: str, beta: float | None) -> Callable[[Tensor, Tensor], Tensor]:
-    """The function of (student, teacher) log-probabilities [n, V] -> [n]."""
+def divergence_function(name: str, beta: float | None) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return a divergence as a function of (student, teacher) log-probabilities [n, V] -> [n].
+
+    Args:
+        name: Name in `losses.names`.
+        beta: Weight of `jsd` (0.5 by default), or alpha of the skew divergences (0.1 by default).
+    """
     if name == "jsd":
         return partial(DIVERGENCES[name], beta=0.5 if beta is None else beta)
     if name.startswith("skew"):
@@ -43,8 +47,8 @@ class TeacherLogits(Protocol):
         ...
 
 
-def differentiated(function: Callable[[Tensor, slice], tuple[Tensor, dict[str, Tensor]]]) -> TileFunction:
-    """Tile function: any function (logits [n, V], rows) -> (value [n], stats of [n]), differentiated by autograd."""
+def autograd_tile(function: Callable[[Tensor, slice], tuple[Tensor, dict[str, Tensor]]]) -> TileFunction:
+    """Return the tile function of any function (logits [n, V], rows) -> (value [n], stats [n]), with autograd."""
 
     def tile(logits: Tensor, rows: slice, need_grad: bool, buffer: Tensor) -> Tile:
         with torch.set_grad_enabled(need_grad):
@@ -56,30 +60,40 @@ def differentiated(function: Callable[[Tensor, slice], tuple[Tensor, dict[str, T
     return tile
 
 
-def dense(
+def dense_divergence(
     function: Callable[[Tensor, Tensor], Tensor],
     teacher: TeacherLogits,
     targets: Tensor,
     temperature: float,
     ce_coef: float,
 ) -> TileFunction:
-    """Value = (1 - w) CE + w D(student, teacher), w = 1 - ce_coef; temperature divides both logits in D alone.
+    """Return the tile function of w CE + (1 - w) D(student, teacher), w = ce_coef.
 
-    stats: `divergence`, `student` and `teacher` (log-probabilities of the target at the temperature), and `ce`.
     The two KL divergences and JSD are differentiated by hand (`KL`), the others by autograd.
+
+    Args:
+        function: Divergence D of (student, teacher) log-probabilities [n, V] -> [n].
+        teacher: Logits of the teacher.
+        targets: [N].
+        temperature: Divides the logits of both models in D, but not in CE.
+        ce_coef: Weight w of the cross-entropy.
+
+    Returns:
+        The tile function, with the statistics `divergence`, `student` and `teacher` (log-probabilities of the target at
+        the temperature), and `ce` if its weight is not 0.
     """
 
     def value(logits: Tensor, rows: slice) -> tuple[Tensor, dict[str, Tensor]]:
-        theirs = teacher.logits(rows)
-        size = min(logits.shape[-1], theirs.shape[-1])
+        teacher_logits = teacher.logits(rows)
+        size = min(logits.shape[-1], teacher_logits.shape[-1])
         target = targets[rows, None]
-        q, p = (log_softmax(at_temperature(side[:, :size], temperature)) for side in (logits, theirs))
+        q, p = (log_softmax(at_temperature(side[:, :size], temperature)) for side in (logits, teacher_logits))
         total = function(q, p)
         stats = {"divergence": total, "student": q.gather(-1, target)[:, 0], "teacher": p.gather(-1, target)[:, 0]}
-        own = q if temperature == 1 and size == logits.shape[-1] else None
-        return with_cross_entropy(total, logits, own, target, ce_coef, stats)
+        full_logps = q if temperature == 1 and size == logits.shape[-1] else None
+        return with_cross_entropy(total, logits, full_logps, target, ce_coef, stats)
 
-    tile = differentiated(value)
+    tile = autograd_tile(value)
     beta = None
     if getattr(function, "func", None) is jsd and 0 < function.keywords["beta"] < 1:  # type: ignore[attr-defined]
         beta = function.keywords["beta"]  # type: ignore[attr-defined]
@@ -90,13 +104,18 @@ def dense(
 
 @dataclass(frozen=True)
 class KL:
-    """`dense` for KL(p, q), KL(q, p) or JSD, in closed form: a fifth of the memory traffic of autograd.
+    """Tile function of `dense_divergence` for KL(p, q), KL(q, p) or JSD in closed form.
 
-    With logits z and t of student and teacher, each less its largest, d = t - z and c = ln sum e^z - ln sum e^t:
-    KL(p, q) = sum p d + c, of gradient q - p;  KL(q, p) = -sum q d - c, of gradient -q (d + c + KL).
-    d is taken before it is summed: of two close models the two sums would leave rounding alone.
-    JSD with m = beta p + (1 - beta) q, and s = ln m - ln q = ln(beta e^(d + c) + 1 - beta): beta sum p (d + c - s) -
-    (1 - beta) sum q s, of gradient (1 - beta) q (-s + sum q s): what depends on m's own change cancels out.
+    It has a fifth of the memory traffic of autograd. z and t are the logits of student and teacher, each less its
+    largest, d = t - z and c = ln sum e^z - ln sum e^t:
+
+    KL(p, q) = sum p d + c, with gradient q - p.
+    KL(q, p) = -sum q d - c, with gradient -q (d + c + KL).
+    JSD = beta sum p (d + c - s) - (1 - beta) sum q s, with gradient (1 - beta) q (-s + sum q s), where
+    m = beta p + (1 - beta) q and s = ln m - ln q = ln(beta e^(d + c) + 1 - beta). Terms with the change of m cancel.
+
+    The difference d is computed before the sum. For two similar models the difference of two sums would be rounding
+    noise.
     """
 
     reverse: bool  # KL(q, p), else KL(p, q)
@@ -104,42 +123,48 @@ class KL:
     targets: Tensor
     temperature: float
     ce_coef: float
-    plain: TileFunction  # the same by autograd, for a cross-entropy that needs another softmax
-    beta: float | None = None  # of JSD; None: a KL divergence
+    fallback: TileFunction  # the same with autograd, for a cross-entropy that needs another softmax
+    beta: float | None = None  # weight of JSD; None for a KL divergence
 
     def __call__(self, logits: Tensor, rows: slice, need_grad: bool, buffer: Tensor) -> Tile:
-        """[n, V] -> Tile of [n]; stats as `dense`."""
-        theirs = self.teacher.logits(rows)
-        size = min(logits.shape[-1], theirs.shape[-1])
+        """Return the Tile of logits [n, V], with the statistics of `dense_divergence`."""
+        teacher_logits = self.teacher.logits(rows)
+        size = min(logits.shape[-1], teacher_logits.shape[-1])
         target = self.targets[rows, None]
         if self.ce_coef and (self.temperature != 1 or size < logits.shape[-1]):
-            return self.plain(logits, rows, need_grad, buffer)
+            return self.fallback(logits, rows, need_grad, buffer)
         w = self.ce_coef
-        if self.beta is None and (fused := kernels(logits)):
+        if self.beta is None and (fused := triton_kernels(logits)):
             out = buffer if need_grad else None
-            kl, student, teacher = fused.kl(logits, theirs, target[:, 0], self.temperature, self.reverse, w, out)
+            kl, student, teacher = fused.kl(
+                logits, teacher_logits, target[:, 0], self.temperature, self.reverse, w, out
+            )
             stats = {"divergence": kl, "student": student, "teacher": teacher}
             if not w:  # 0 x -inf would be NaN
                 return Tile(kl, out, stats)
             return Tile((1 - w) * kl - w * student, out, stats | {"ce": -student})
-        buffer = buffer if buffer.dtype == logits.dtype else torch.empty_like(logits)  # a kernel's is smaller
-        z, t = (at_temperature(side[:, :size], self.temperature) for side in (logits, theirs))
-        (q, z_peak, q_top) = softmax(z, buffer)
-        (p, t_peak, p_top) = softmax(t, torch.empty_like(t))
+
+        # the buffer for a kernel has a smaller dtype
+        buffer = buffer if buffer.dtype == logits.dtype else torch.empty_like(logits)
+        z, t = (at_temperature(side[:, :size], self.temperature) for side in (logits, teacher_logits))
+        q, z_peak, q_top = softmax(z, buffer)
+        p, t_peak, p_top = softmax(t, torch.empty_like(t))
         student = z.gather(-1, target) - z_peak + q_top
         teacher = t.gather(-1, target) - t_peak + p_top
         z = z.clamp_(min=-1e30)
         t = t.clamp_(min=-1e30)  # 0 x -inf would be NaN
         c = p_top - q_top
         d = t.sub_(z).sub_(t_peak - z_peak)
+
         if self.beta is not None:
             ratio = d.add_(c)
             b = self.beta
             s = torch.logaddexp(ratio + math.log(b), ratio.new_full((), math.log1p(-b)))
-            of_mixture = expectation(q, s)
-            kl = b * expectation(p, ratio.sub_(s)) - (1 - b) * of_mixture
+            q_dot_s = expectation(q, s)
+            kl = b * expectation(p, ratio.sub_(s)) - (1 - b) * q_dot_s
         else:
             kl = -expectation(q, d) - c if self.reverse else expectation(p, d) + c
+
         stats = {"divergence": kl[:, 0], "student": student[:, 0], "teacher": teacher[:, 0]}
         value = kl
         if w:
@@ -147,8 +172,9 @@ class KL:
             stats = stats | {"ce": -student[:, 0]}
         if not need_grad:
             return Tile(value[:, 0], None, stats)
+
         if self.beta is not None:
-            q.mul_((of_mixture - s).mul_((1 - w) * (1 - self.beta)).add_(w))
+            q.mul_((q_dot_s - s).mul_((1 - w) * (1 - self.beta)).add_(w))
         elif self.reverse:
             q.mul_(d.add_(c + kl).mul_(w - 1).add_(w))
         else:
@@ -158,30 +184,43 @@ class KL:
 
 
 def at_temperature(logits: Tensor, temperature: float) -> Tensor:
-    """Logits / temperature, [n, V]."""
+    """Return logits / temperature, [n, V]."""
     return logits if temperature == 1 else logits / temperature
 
 
 def with_cross_entropy(
-    total: Tensor, logits: Tensor, own: Tensor | None, target: Tensor, ce_coef: float, stats: dict[str, Tensor]
+    total: Tensor, logits: Tensor, logps: Tensor | None, target: Tensor, ce_coef: float, stats: dict[str, Tensor]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Mix in the cross-entropy of the student's own full vocabulary; `own`: its log-probabilities where at hand."""
+    """Add the cross-entropy over the student's full vocabulary to a divergence.
+
+    Args:
+        total: Divergence, [n].
+        logits: Logits of the student, [n, V].
+        logps: Their log-probabilities if these are already computed.
+        target: [n, 1].
+        ce_coef: Weight w of the cross-entropy.
+        stats: Statistics of the divergence.
+
+    Returns:
+        w CE + (1 - w) x `total`, [n], and the statistics, with `ce` if its weight is not 0.
+    """
     if ce_coef == 0:
         return total, stats
-    logps = log_softmax(logits) if own is None else own
+    logps = log_softmax(logits) if logps is None else logps
     ce = -logps.gather(-1, target)[:, 0]
     return ce_coef * ce + (1 - ce_coef) * total, stats | {"ce": ce}
 
 
-def beside_cross_entropy(tile: TileFunction, targets: Tensor, ce_coef: float) -> TileFunction:
-    """Tile function: (1 - w) x the value of `tile` + w CE of the logits as they are, w = ce_coef."""
+def add_cross_entropy(tile: TileFunction, targets: Tensor, ce_coef: float) -> TileFunction:
+    """Return the tile function of (1 - w) x the value of `tile` + w CE of the unscaled logits, w = ce_coef."""
 
     def mixed(logits: Tensor, rows: slice, need_grad: bool, buffer: Tensor) -> Tile:
-        own = LogProb(targets)(logits, rows, need_grad, torch.empty_like(buffer))
-        found = tile(logits, rows, need_grad, buffer)
+        log_prob = LogProb(targets)(logits, rows, need_grad, torch.empty_like(buffer))
+        result = tile(logits, rows, need_grad, buffer)
         grad = None
-        if found.grad is not None and own.grad is not None:
-            grad = found.grad.mul_(1 - ce_coef).sub_(own.grad, alpha=ce_coef)
-        return Tile((1 - ce_coef) * found.value - ce_coef * own.value, grad, found.stats | {"ce": -own.value})
+        if result.grad is not None and log_prob.grad is not None:
+            grad = result.grad.mul_(1 - ce_coef).sub_(log_prob.grad, alpha=ce_coef)
+        value = (1 - ce_coef) * result.value - ce_coef * log_prob.value
+        return Tile(value, grad, result.stats | {"ce": -log_prob.value})
 
     return mixed if ce_coef else tile

@@ -1,4 +1,4 @@
-"""A teacher of whom only the top K tokens are kept: how they are found, and the divergence from them.
+"""Top-K teachers: selection of the top tokens, and divergences from a teacher of which only these are known.
 
 Legend: N scored tokens, n of one tile, V vocabulary, K top tokens.
 """
@@ -11,29 +11,30 @@ from torch import Tensor
 
 from ..losses.divergence import log_softmax, with_tail
 from .head import Tile, TileFunction
-from .teacher_tiles import at_temperature, differentiated, with_cross_entropy
+from .teacher_tiles import at_temperature, autograd_tile, with_cross_entropy
 
 
 @dataclass(frozen=True)
 class TopTokens:
-    """Tile function: the K largest log-probabilities at a temperature and their ids, as stats of [n, K]; its value is
-    that of the targets, or of the largest.
+    """Tile function: the K largest log-probabilities at a temperature and their ids, as statistics [n, K].
+
+    Its value is the log-probability of the targets, or the largest one without targets.
     """
 
     k: int
     temperature: float
-    vocabulary: int  # of the ids that both models have
+    vocabulary: int  # number of ids that both models have
     targets: Tensor | None = None  # [N]
 
     def __call__(self, logits: Tensor, rows: slice, need_grad: bool, buffer: Tensor) -> Tile:
-        """[n, V] -> Tile."""
+        """Return the Tile of logits [n, V]."""
         logps = log_softmax(logits[:, : self.vocabulary] / self.temperature)
         top, ids = logps.topk(min(self.k, logps.shape[-1]), dim=-1)
-        own = top[:, 0] if self.targets is None else logps.gather(-1, self.targets[rows, None])[:, 0]
-        return Tile(own, None, {"logps": top, "ids": ids})
+        value = top[:, 0] if self.targets is None else logps.gather(-1, self.targets[rows, None])[:, 0]
+        return Tile(value, None, {"logps": top, "ids": ids})
 
 
-def top_k(
+def top_k_divergence(
     function: Callable[[Tensor, Tensor], Tensor],
     ids: Tensor,
     logps: Tensor,
@@ -44,11 +45,22 @@ def top_k(
     ce_coef: float = 0.0,
     teacher: Tensor | None = None,
 ) -> TileFunction:
-    """A divergence where all tokens outside the teacher's top K are one: a lower bound of that over all, never below 0.
+    """Return the tile function of a divergence in which all tokens outside the teacher's top K count as one token.
 
-    ids, logps: [N, K], the log-probabilities at this temperature; vocabulary: the number of ids that both models have;
-    ce_coef: as in `with_cross_entropy`. stats: `divergence`; with `teacher` [N], its log-probabilities of the targets,
-    also `student` and `teacher`.
+    It is a lower bound of the divergence over all tokens, and never below 0.
+
+    Args:
+        function: Divergence of (student, teacher) log-probabilities [n, K+1] -> [n].
+        ids: The teacher's top tokens, [N, K].
+        logps: Their log-probabilities at the temperature, [N, K].
+        targets: [N].
+        temperature: Divides the logits of the student.
+        vocabulary: Number of ids that both models have.
+        ce_coef: See `with_cross_entropy`.
+        teacher: The teacher's log-probabilities of the targets, [N].
+
+    Returns:
+        The tile function, with the statistic `divergence`, and with `teacher` also `student` and `teacher`.
     """
 
     def value(logits: Tensor, rows: slice) -> tuple[Tensor, dict[str, Tensor]]:
@@ -58,34 +70,44 @@ def top_k(
         stats = {"divergence": total}
         if teacher is not None:
             stats |= {"student": q.gather(-1, target)[:, 0], "teacher": teacher[rows]}
-        own = q if temperature == 1 and vocabulary >= logits.shape[-1] else None
-        return with_cross_entropy(total, logits, own, target, ce_coef, stats)
+        full_logps = q if temperature == 1 and vocabulary >= logits.shape[-1] else None
+        return with_cross_entropy(total, logits, full_logps, target, ce_coef, stats)
 
-    return differentiated(value)
+    return autograd_tile(value)
 
 
-def residual(
+def residual_reverse_kl(
     ids: Tensor, logps: Tensor, targets: Tensor, temperature: float, vocabulary: int, *, teacher: Tensor
 ) -> TileFunction:
-    """The reverse KL of sampled tokens y where the teacher's top K is known, S, and its log-probability of y, [N]:
+    """Return the tile function of the reverse KL of sampled tokens y, for a teacher with known top K tokens S.
 
-        sum over S of q (ln q - ln p)  +  (ln q(y) - ln p(y) where y is not in S)
+    The value is  sum over S of q (ln q - ln p)  +  (ln q(y) - ln p(y) if y is not in S).  It is unbiased in value and
+    gradient for each K (ResOPD, arXiv 2610.04882). K = V is the dense loss. The gradient is the sum over S of
+    (ln q - ln p) dq + (ln q(y) - ln p(y)) d ln q(y). The omitted term, the sum of all dq, is 0.
 
-    Unbiased in value and gradient, for every K (ResOPD, arXiv 2610.04882); K = V is the dense loss. The gradient is
-    sum over S of (ln q - ln p) dq + (ln q(y) - ln p(y)) d ln q(y): what is left out, the sum of all dq, is 0.
-    stats: `divergence`, and `student` and `teacher`, the log-probabilities of y.
+    Args:
+        ids: The teacher's top tokens S, [N, K].
+        logps: Their log-probabilities at the temperature, [N, K].
+        targets: Sampled tokens y, [N].
+        temperature: Divides the logits of the student.
+        vocabulary: Number of ids that both models have.
+        teacher: The teacher's log-probabilities of y, [N].
+
+    Returns:
+        The tile function, with the statistics `divergence`, and `student` and `teacher`, the log-probabilities of y.
     """
 
     def value(logits: Tensor, rows: slice) -> tuple[Tensor, dict[str, Tensor]]:
         q = log_softmax(at_temperature(logits[:, :vocabulary], temperature))
         top = q.gather(-1, ids[rows])
-        own = q.gather(-1, targets[rows, None])[:, 0]
-        known = (ids[rows] == targets[rows, None]).any(-1)
-        rest = torch.where(known, 0.0, own - teacher[rows]).detach()
-        apart = (top.clamp(min=-1e30) - logps[rows].clamp(min=-1e30)).detach()  # -inf less -inf would be NaN
-        found = (top.exp() * apart).sum(-1) + rest
-        moving = (top.exp() * apart).sum(-1) + rest * own
-        stats = {"divergence": found, "student": own, "teacher": teacher[rows]}
-        return moving + (found - moving).detach(), stats
+        target_logps = q.gather(-1, targets[rows, None])[:, 0]
+        in_top = (ids[rows] == targets[rows, None]).any(-1)
+        tail = torch.where(in_top, 0.0, target_logps - teacher[rows]).detach()
+        log_ratio = (top.clamp(min=-1e30) - logps[rows].clamp(min=-1e30)).detach()  # -inf less -inf would be NaN
 
-    return differentiated(value)
+        divergence = (top.exp() * log_ratio).sum(-1) + tail
+        surrogate = (top.exp() * log_ratio).sum(-1) + tail * target_logps  # with the gradient of the docstring
+        stats = {"divergence": divergence, "student": target_logps, "teacher": teacher[rows]}
+        return surrogate + (divergence - surrogate).detach(), stats
+
+    return autograd_tile(value)

@@ -1,11 +1,12 @@
-"""What pictures add to a micro-batch: the tensors that the model's tower reads, positions, and who sees whom in them.
+"""Images of a micro-batch: inputs of the vision encoder, positions, and the attention among the tokens of an image.
 
-A picture is read once for all answers to its prompt: in the shared layout it stands in the row once. Its features take
-the place of tokens of their own, in the order of the row, which is the one order that all models agree on.
+An image is encoded once for all answers to its prompt, because in the shared layout it occurs in the row once. Its
+features replace the embeddings of its tokens, in the order of the row, which is the only order on which all models
+agree.
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,83 +22,107 @@ from ..errors import InputError
 
 @dataclass
 class VisionInputs:
-    """How a model takes pictures. rope: an empty model of its class, whose method says positions, or None. always: a
-    batch without pictures has a blank one, of which nothing is seen: an engine that cuts the tower gathers it on all
-    ranks, and one that averages gradients waits for those of a tower that is trained.
+    """Builder of the image inputs of a vision-language model.
+
+    `add_blank` gives a batch without images a blank image, to which no token attends. An engine that shards the vision
+    encoder gathers it on all ranks, and an engine that averages gradients waits for the gradients of an encoder that is
+    trained.
     """
 
     reader: ImageReader
-    rope: Any = None
-    always: bool = False
-    whole: bool = False  # do the tokens of a picture see each other, those behind them too, in some layers?
+    rope_model: Any = None  # a model of its class without weights, whose method computes positions, or None
+    add_blank: bool = False
+    bidirectional: bool = False  # in some layers all tokens of an image attend to each other, later ones included
 
     @classmethod
-    def of(cls, model: PreTrainedModel, reader: ImageReader, always: bool = False) -> "VisionInputs":
-        """Of a causal LM with a tower. Raises InputError for one that cannot be trained with pictures."""
-        inner = model.base_model
-        empty = None
-        if model.config.model_type == "paligemma":
-            raise InputError("images: PaliGemma lets all tokens of a prompt see each other, which no layout does here")
-        if hasattr(inner, "get_rope_index"):
-            empty = object.__new__(type(inner))  # without weights: a worker of the data loader has a copy
-            nn.Module.__init__(empty)
-            empty.config = inner.config
-        return cls(reader, empty, always, bool(sees_whole_pictures(model)))
+    def from_model(cls, model: PreTrainedModel, reader: ImageReader, add_blank: bool = False) -> "VisionInputs":
+        """Build the inputs for a vision-language model.
 
-    def positions(self, ids: Sequence[int], pictures: Sequence[Any]) -> np.ndarray:
-        """Three positions of each token of a text, [tokens, 3]. Raises InputError where its pictures bring other
-        numbers of features than it has places for: a file has changed since its row was prepared.
+        Raises:
+            InputError: If the model cannot be trained with images.
+        """
+        inner = model.base_model
+        if model.config.model_type == "paligemma":
+            raise InputError(
+                "images are not supported for PaliGemma, because all tokens of its prompts attend to each other. "
+                "Set images: false"
+            )
+
+        rope_model = None
+        if hasattr(inner, "get_rope_index"):
+            rope_model = object.__new__(type(inner))  # without weights, because data loader workers copy it
+            nn.Module.__init__(rope_model)
+            rope_model.config = inner.config
+        return cls(reader, rope_model, add_blank, bool(bidirectional_image_layers(model)))
+
+    def positions(self, ids: Sequence[int], images: Sequence[Mapping[str, Any]]) -> np.ndarray:
+        """Return the three positions of each token of a text, [tokens, 3].
+
+        Raises:
+            InputError: If the images have other numbers of features than the text has places for them. In that case a
+                file has changed since its row was prepared.
         """
         tokens = torch.tensor([ids])
-        kinds = torch.isin(tokens, torch.tensor(self.reader.token_ids)).int()
-        if sum(self.reader.counts(pictures)) != int(kinds.sum()):
-            names = ", ".join(sorted({str(picture["path"] or "bytes") for picture in pictures}))[:200]
-            raise InputError(f"pictures have changed since their rows were prepared ({names}): prepare them again")
-        if self.rope is None:
+        token_types = torch.isin(tokens, torch.tensor(self.reader.token_ids)).int()
+        if sum(self.reader.feature_counts(images)) != int(token_types.sum()):
+            names = ", ".join(sorted({str(image["path"] or "bytes") for image in images}))[:200]
+            raise InputError(f"images have changed since their rows were prepared ({names}). Prepare the rows again")
+
+        if self.rope_model is None:
             return np.repeat(np.arange(len(ids))[:, None], 3, axis=1)
-        grids = torch.tensor([self.reader.grid(picture) for picture in pictures])
-        found, _ = self.rope.get_rope_index(tokens, mm_token_type_ids=kinds, image_grid_thw=grids)
-        return found[:, 0].T.numpy()
+        grids = torch.tensor([self.reader.patch_grid(image) for image in images])
+        positions, _ = self.rope_model.get_rope_index(tokens, mm_token_type_ids=token_types, image_grid_thw=grids)
+        return positions[:, 0].T.numpy()
 
-    def add_to(self, batch: Batch, pictures: Sequence[Any]) -> Batch:
-        """Return the batch with the inputs of the vision encoder. pictures: in the order of the batch's rows."""
-        if not pictures:
+    def add_to(self, batch: Batch, images: Sequence[Mapping[str, Any]]) -> Batch:
+        """Return the batch with the inputs of the vision encoder. The images are in the order of the batch's rows."""
+        if not images:
             batch = batch.replace(rope_positions=None)
-            return batch.replace(visual=self.reader.blank, blind=True) if self.always else batch
+            if not self.add_blank:
+                return batch
+            return batch.replace(vision_inputs=self.reader.blank_tensors, blank_image=True)
+
         numbers = None
-        if self.whole:
-            places = torch.isin(batch.input_ids, torch.tensor(self.reader.token_ids))
-            begins = places & ~places.roll(1, -1)
-            begins[:, 0] = places[:, 0]
-            numbers = begins.cumsum(-1) * places
-        positions = None if self.rope is None else batch.rope_positions
-        return batch.replace(visual=self.reader.tensors(pictures), picture=numbers, rope_positions=positions)
+        if self.bidirectional:
+            is_image = torch.isin(batch.input_ids, torch.tensor(self.reader.token_ids))
+            begins = is_image & ~is_image.roll(1, -1)
+            begins[:, 0] = is_image[:, 0]
+            numbers = begins.cumsum(-1) * is_image
 
-    def of_prompts(self, pictures: Sequence[Any], ids: Tensor, model: nn.Module) -> dict[str, Tensor]:
-        """What transformers' generate takes of the pictures of prompts [n, L], on their device."""
-        kinds = torch.isin(ids, torch.tensor(self.reader.token_ids, device=ids.device)).long()
-        tensors = {name: value.to(ids.device) for name, value in self.reader.tensors(pictures).items()}
-        return tensors | dict.fromkeys(names_of_kinds(model), kinds)
+        positions = None if self.rope_model is None else batch.rope_positions
+        tensors = self.reader.tensors(images)
+        return batch.replace(vision_inputs=tensors, image_numbers=numbers, rope_positions=positions)
+
+    def prompt_arguments(self, images: Sequence[Mapping[str, Any]], ids: Tensor, model: nn.Module) -> dict[str, Tensor]:
+        """Return the image arguments of transformers' `generate` for prompts [n, L], on the device of the prompts."""
+        token_types = torch.isin(ids, torch.tensor(self.reader.token_ids, device=ids.device)).long()
+        tensors = {name: value.to(ids.device) for name, value in self.reader.tensors(images).items()}
+        return tensors | dict.fromkeys(token_type_arguments(model), token_types)
 
 
-def sees_whole_pictures(model: PreTrainedModel) -> str:
-    """In which layers of a causal LM with a tower do the tokens of a picture see those behind them? "all": Gemma 3;
-    "sliding": the larger Gemma 4, where a layer has a window; "": in none that is known (the check of the first batch
-    shows it a picture).
+def bidirectional_image_layers(model: PreTrainedModel) -> str:
+    """Return in which layers the tokens of an image attend to later tokens of the same image.
+
+    Returns:
+        "all" for Gemma 3, "sliding" for the larger Gemma 4, where these are the layers with a window, and "" if no such
+        layers are known. The parity check of the first batch includes an image.
     """
     if getattr(model.config.get_text_config(), "use_bidirectional_attention", None) == "vision":
         return "sliding"
     return "all" if model.config.model_type == "gemma3" else ""
 
 
-def names_of_kinds(model: nn.Module) -> list[str]:
-    """The arguments in which a model's forward is told which tokens are of pictures (1) and which of text (0)."""
-    taken = inspect.signature(type(model).forward).parameters
-    return [name for name in ("mm_token_type_ids", "token_type_ids") if name in taken]
+def token_type_arguments(model: nn.Module) -> list[str]:
+    """Return the arguments of a model's forward that mark the tokens of images (1) and of text (0)."""
+    parameters = inspect.signature(type(model).forward).parameters
+    return [name for name in ("mm_token_type_ids", "token_type_ids") if name in parameters]
 
 
-def nothing_of(features: Any) -> Any:
-    """0 with the graph of a tower's features: what a blank picture adds, so that the tower has gradients of 0."""
-    parts = [*features.values()]
-    tensors = [part for each in parts for part in (each if isinstance(each, list | tuple) else [each])]
-    return sum(part.sum() * 0 for part in tensors if isinstance(part, Tensor) and part.requires_grad)
+def zero_with_grad(features: Mapping[str, Any]) -> Tensor | int:
+    """Return 0, connected to the graph of image features.
+
+    A blank image adds this value to the hidden states, so that the vision encoder has gradients of 0.
+    """
+    outputs = [*features.values()]
+    tensors = [tensor for output in outputs for tensor in (output if isinstance(output, list | tuple) else [output])]
+    return sum(tensor.sum() * 0 for tensor in tensors if isinstance(tensor, Tensor) and tensor.requires_grad)

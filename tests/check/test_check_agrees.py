@@ -141,7 +141,7 @@ REFUSED = {
         changed(plain("sft", activation_checkpointing=True), lora={"r": 2, "alora_invocation_tokens": [65]}),
         "alora_invocation_tokens cannot be combined with activation_checkpointing",
     ),
-    "layout": (plain("sft", model="short", layout="packed", max_length=200), "layout='packed' does not work here"),
+    "layout": (plain("sft", model="short", layout="packed", max_length=200), "layout='packed' is not supported here"),
     "longer_rope": (plain("opd", model="short", max_length=200), "the model has other rotary frequencies"),
     "average_in_bf16": (
         changed(plain("kd", "taught"), dtype="bfloat16")

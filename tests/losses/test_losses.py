@@ -11,7 +11,7 @@ import torch
 from hf_posttrain.losses.divergence import DIVERGENCES, log_softmax, with_tail
 from hf_posttrain.losses.preference import PAIRED, PairedOptions, Pairs
 from hf_posttrain.losses.unpaired import UNPAIRED
-from hf_posttrain.methods.rules import LABEL_SMOOTHED
+from hf_posttrain.methods.rules import SMOOTHED_LOSSES
 from hf_posttrain.scoring.policy_gradient import SampledPolicyGradient
 
 
@@ -69,7 +69,7 @@ def test_policy_equal_to_reference_gives_the_known_start():
 @pytest.mark.parametrize("name", PAIRED)
 def test_label_smoothing_moves_the_losses_that_have_it_and_no_other(name):
     start, moved = (PAIRED[name](PAIRS, PairedOptions(label_smoothing=e)) for e in (0.1, 0.2))
-    assert (start != moved).item() == (name in LABEL_SMOOTHED)
+    assert (start != moved).item() == (name in SMOOTHED_LOSSES)
 
 
 @pytest.mark.parametrize("name", PAIRED)

@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
-from hf_posttrain.losses.divergence import by_rollout, places
-from hf_posttrain.losses.token_weights import TOKEN_WEIGHTS, Tokens, weigh
+from hf_posttrain.losses.divergence import pad_by_sequence, positions_in_sequence
+from hf_posttrain.losses.token_weights import TOKEN_WEIGHTS, Tokens, normalized_weights
 from hf_posttrain.rollouts.options import TOKEN_WEIGHTS as OPTIONS
 
 LENGTHS = [4, 1, 6, 3]
@@ -33,7 +33,7 @@ def plain(name, tokens, option):
     if name == "cumulative":
         for rollout in range(len(LENGTHS)):
             places = [n for n, owner in enumerate(tokens.rollout.tolist()) if owner == rollout]
-            whole, before = sum(abs(a[n]) for n in places), 0.0
+            whole, before = sum(abs(a[n]) for n in positions_in_sequence), 0.0
             for n in places:
                 found[n] = 1 + option * (1 - before / whole)
                 before += abs(a[n])
@@ -70,7 +70,7 @@ def test_every_function_has_a_definition_here():
 @pytest.mark.parametrize(("name", "option", "value"), DEFINED)
 def test_weights_are_those_of_their_definition(name, option, value):
     tokens = made()
-    found, expected = weigh(tokens, *options_of(name, option, value)), plain(name, tokens, value)
+    found, expected = normalized_weights(tokens, *options_of(name, option, value)), plain(name, tokens, value)
     advantage = tokens.advantage.abs()
     scale = advantage.sum() / (expected * advantage).sum() if name == "sign" else len(expected) / expected.sum()
     torch.testing.assert_close(found, expected * scale)
@@ -84,11 +84,11 @@ def test_weights_are_those_of_their_definition(name, option, value):
 def test_rows_that_fill_up_a_batch_do_not_count(name, option, value):
     tokens = made()
     chosen = options_of(name, option, value)
-    expected = weigh(tokens, *chosen)
+    expected = normalized_weights(tokens, *chosen)
     more = {key: torch.cat([getattr(tokens, key), 9 * torch.ones(2).double()]) for key in ("student", "divergence")}
     more["teacher"] = torch.cat([tokens.teacher, torch.tensor([0.0, 30.0]).double()])
     rollout, counts = torch.cat([tokens.rollout, torch.tensor([9, 9])]), torch.cat([tokens.counts, torch.zeros(2)])
-    found = weigh(Tokens(rollout=rollout, counts=counts, **more), *chosen)
+    found = normalized_weights(Tokens(rollout=rollout, counts=counts, **more), *chosen)
     torch.testing.assert_close(found[:-2], expected)
 
 
@@ -105,25 +105,25 @@ def test_a_window_in_two_micro_batches_has_the_weights_of_the_whole(name):
     class Alone:
         num_processes = 1
 
-    expected = weigh(whole, *options_of(name))[order]
-    torch.testing.assert_close(weigh(Tokens.of(parts, Alone), *options_of(name)), expected)
+    expected = normalized_weights(whole, *options_of(name))[order]
+    torch.testing.assert_close(normalized_weights(Tokens.concat(parts, Alone), *options_of(name)), expected)
 
 
 def test_the_table_of_a_window():
     owner = torch.tensor([1, 0, 1, 1, 0, 2])
-    assert places(owner).tolist() == [0, 0, 1, 2, 1, 0]
-    table, where = by_rollout(torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]), owner)
+    assert positions_in_sequence(owner).tolist() == [0, 0, 1, 2, 1, 0]
+    table, where = pad_by_sequence(torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]), owner)
     assert table.tolist() == [[2, 5, 0], [1, 3, 4], [6, 0, 0]]
     assert table[where].tolist() == [1, 2, 3, 4, 5, 6]
-    assert places(torch.zeros(3, dtype=torch.long)).tolist() == [0, 1, 2]
-    assert by_rollout(torch.empty(0), torch.empty(0, dtype=torch.long))[0].shape == (0, 0)
+    assert positions_in_sequence(torch.zeros(3, dtype=torch.long)).tolist() == [0, 1, 2]
+    assert pad_by_sequence(torch.empty(0), torch.empty(0, dtype=torch.long))[0].shape == (0, 0)
 
 
 def test_equal_models_have_finite_weights():
     tokens = made()
     tokens.teacher = tokens.student
     for name in TOKEN_WEIGHTS:
-        assert all(map(math.isfinite, weigh(tokens, *options_of(name)).tolist())), name
+        assert all(map(math.isfinite, normalized_weights(tokens, *options_of(name)).tolist())), name
 
 
 def test_every_function_has_options():

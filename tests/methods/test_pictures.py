@@ -15,7 +15,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from vision_for_tests import KINDS, pictures, processor_of, seeing
 
 from hf_posttrain import report
-from hf_posttrain.data.images import image_size, get_image_reader, to_stored_image
+from hf_posttrain.data.images import get_image_reader, image_size, to_stored_image
 from hf_posttrain.errors import InputError
 from hf_posttrain.methods import config_class, trainer_class
 from hf_posttrain.models.adapters import add_adapter
@@ -209,7 +209,9 @@ def test_no_adapter_is_on_the_tower_whatever_it_is_asked_for(kind):
             model = add_adapter(seeing(kind)[0], config)
             trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
             assert any(".q_proj.lora_A" in name or "in_proj" in name for name in trained)
-            assert not any(forward.is_vision_parameter(model, name.removeprefix("base_model.model.")) for name in trained)
+            assert not any(
+                forward.is_vision_parameter(model, name.removeprefix("base_model.model.")) for name in trained
+            )
             first = [name for name in trained if "layers.1.self_attn.q_proj" in name]
             assert bool(first) == (left_out is None)
 
@@ -401,8 +403,10 @@ def test_a_recipe_trains_saves_and_answers(kind, method, tmp_path, capsys):
     model, tokenizer = load_model(saved, trainable=False), load_tokenizer(saved)
     before = load_model(ModelSection(str(tmp_path / "model"), images=True)).state_dict()
     same = {name: torch.equal(weight, before[name]) for name, weight in model.state_dict().items()}
-    assert all(kept for name, kept in same.items() if forward.is_vision_parameter(model, name))  # as train_vision: false says
-    assert not any(kept for name, kept in same.items() if "q_proj" in name and not forward.is_vision_parameter(model, name))
+    assert all(kept for name, kept in same.items() if forward.is_vision_parameter(model, name))
+    assert not any(
+        kept for name, kept in same.items() if "q_proj" in name and not forward.is_vision_parameter(model, name)
+    )
     reader, row = get_image_reader(tokenizer), examples(tokenizer)[0]
     ids = torch.tensor([row.prompt])
     answer = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False,
@@ -473,7 +477,9 @@ def test_a_model_that_sees_nothing_is_told(tmp_path):
     from models_for_tests import tiny_model
 
     _, given = options("qwen3_vl", "sft")
-    with pytest.raises(InputError, match="Qwen3ForCausalLM does not support images. Load it with AutoModelForImageTextToText"):
+    with pytest.raises(
+        InputError, match="Qwen3ForCausalLM does not support images. Load it with AutoModelForImageTextToText"
+    ):
         trainer_for("sft", tiny_model(), conversations("sft"), tmp_path, **given)
 
 

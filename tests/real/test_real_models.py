@@ -83,7 +83,7 @@ def test_entropy_nll_and_divergences_are_those_of_float64(folder):
     ids = torch.tensor([tokenizer(" ".join(ROWS[0]))["input_ids"]])
     hidden, weight, targets = model.model(ids).last_hidden_state[0, :-1], model.lm_head.weight, ids[0, 1:]
     tile = LogProb(targets, stats=True)
-    values, stats = score_tokens(LinearHead(weight, None, LogitTransform.of(model.config)), hidden, tile)
+    values, stats = score_tokens(LinearHead(weight, None, LogitTransform.from_config(model.config)), hidden, tile)
     exact = torch.log_softmax(hidden.double() @ weight.double().T, -1)
     assert relative(values, exact.gather(-1, targets[:, None])[:, 0]) <= RELATIVE
     assert relative(stats["entropy"], -(exact.exp() * exact).sum(-1)) <= RELATIVE

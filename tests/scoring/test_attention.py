@@ -71,7 +71,7 @@ def varlen(monkeypatch):
         return dense(q, k, v, (cu_q.tolist(), cu_k.tolist()), window_size, scale)
 
     monkeypatch.setattr(attention, "varlen_attn", kernel)
-    monkeypatch.setattr(attention, "_takes_varlen", lambda *_: True)
+    monkeypatch.setattr(attention, "_supports_varlen", lambda *_: True)
     return calls
 
 
@@ -104,12 +104,12 @@ def test_the_pieces_of_a_row_are_the_rule(window, multiple):
     gathered = torch.arange(length) if pieces["gathered"] is None else pieces["gathered"]
     found, begin, start = torch.zeros(length, length, dtype=torch.bool), 0, 0
     for queries, keys in pieces["sizes"]:
-        mask = attention._behind(queries, keys, window, CPU)
+        mask = attention._causal_mask(queries, keys, window, CPU)
         mask = torch.ones(queries, keys).tril().bool() if mask is None else mask[0, 0]
         found[begin : begin + queries, gathered[start : start + keys]] = mask
         begin, start = begin + queries, start + keys
     real = batch["document"][0] >= 0
-    assert torch.equal(found[real], attention_masks.allowed(batch, window)[0][real])
+    assert torch.equal(found[real], attention_masks.allowed_pairs(batch, window)[0][real])
 
 
 @pytest.mark.parametrize("layout", ["shared", "packed"])
@@ -124,7 +124,7 @@ def test_attention_in_pieces_is_that_of_the_dense_mask(name, layout, varlen, mon
     assert batch["input_ids"].shape[0] == 1
     assert_equal(scored(model, batch), expected)
     assert varlen["varlen"] == model.config.num_hidden_layers
-    monkeypatch.setattr(attention, "_takes_varlen", lambda *_: False)
+    monkeypatch.setattr(attention, "_supports_varlen", lambda *_: False)
     assert_equal(scored(model, batch), expected)
     assert varlen["varlen"] == model.config.num_hidden_layers
 
@@ -166,8 +166,8 @@ def test_a_model_that_does_not_pass_the_pieces_on_gets_a_mask(caplog):
     attention_selection.choose_attention(model, CPU)
     drop_pieces(model)
     with caplog.at_level(logging.INFO):
-        assert layout_selection.trusted_layout([model], "shared", explicit=True) == "shared"
-    assert "its attention gets a mask" in caplog.text
+        assert layout_selection.verified_layout([model], "shared", explicit=True) == "shared"
+    assert "Its attention gets a mask" in caplog.text
     assert attention_selection.row_multiple([model]) is None
     fresh = tiny_model()
     forward.enable_scoring(fresh)
@@ -188,15 +188,15 @@ def test_what_is_undone_is_what_the_model_had(flex):
             return own(_layer, *args, **kwargs | ({"attention_mask": None} if blocks else {}))
 
         layer.self_attn.forward = without
-    assert layout_selection.trusted_layout([model], "shared", explicit=True) == "shared"
+    assert layout_selection.verified_layout([model], "shared", explicit=True) == "shared"
     assert model.config._attn_implementation == "eager"
     assert_equal(with_mask(model, EXAMPLES, "shared"), expected)
-    assert not attention_selection.undo_choice(model)
+    assert not attention_selection.restore_attention(model)
 
 
 def test_a_kernel_that_is_wrong_in_half_precision_is_found(monkeypatch, varlen):
     """The check in float32 cannot run it."""
-    monkeypatch.setattr(attention, "_takes_varlen", lambda _, value: value.dtype == torch.bfloat16)
+    monkeypatch.setattr(attention, "_supports_varlen", lambda _, value: value.dtype == torch.bfloat16)
     monkeypatch.setattr(parity_check, "has_varlen_kernel", lambda _: True)
     for wrong in (False, True):
         model = tiny_model("qwen3").to(torch.bfloat16)
@@ -204,7 +204,7 @@ def test_a_kernel_that_is_wrong_in_half_precision_is_found(monkeypatch, varlen):
         attention_selection.choose_attention(model, CPU)
         if wrong:
             monkeypatch.setattr(attention, "varlen_attn", lambda q, *_, **__: 30 * torch.ones_like(q))
-        assert layout_selection.trusted_layout([model], "shared", explicit=True) == "shared"
+        assert layout_selection.verified_layout([model], "shared", explicit=True) == "shared"
         assert model.config._attn_implementation == ("sdpa" if wrong else attention.BY_SEGMENT)
     assert varlen["varlen"]
 
@@ -229,15 +229,15 @@ def test_the_varlen_kernel_is_that_of_ampere_and_later(device, capability, has, 
 )  # fmt: skip
 def test_the_varlen_kernel_takes_half_precision_and_sizes_of_eight(dtype, size, of_values, takes):
     query, value = (torch.empty(3, 2, width, dtype=dtype, device="meta") for width in (size, of_values))
-    assert attention._takes_varlen(query, value) == takes
+    assert attention._supports_varlen(query, value) == takes
 
 
 @pytest.mark.parametrize("kind", ["pieces", "varlen", "blocks"])
 def test_states_that_a_norm_left_in_float32_are_attended_in_the_dtype_of_the_values(kind, varlen, flex, monkeypatch):
     """Under autocast queries and keys may be float32, which no kernel mixes with bf16."""
     seen = []
-    monkeypatch.setattr(attention, "_takes_varlen", lambda *_: kind == "varlen")
-    monkeypatch.setattr(attention, "multiplies_bf16", lambda: "amx_bf16")
+    monkeypatch.setattr(attention, "_supports_varlen", lambda *_: kind == "varlen")
+    monkeypatch.setattr(attention, "bf16_instructions", lambda: "amx_bf16")
     monkeypatch.setattr(attention, "varlen_attn", lambda q, k, v, *_, **__: seen.extend((q, k, v)) or q)
 
     def sdpa(_, q, k, v, *__, **___):
@@ -263,7 +263,7 @@ def test_states_that_a_norm_left_in_float32_are_attended_in_the_dtype_of_the_val
 @pytest.mark.parametrize(("has", "dtype"), [("amx_bf16", torch.bfloat16), ("avx512_bf16", torch.float32)])
 def test_bf16_is_attended_in_float32_on_a_cpu_without_amx(has, dtype, monkeypatch):
     seen, real = [], attention.sdpa_attention_forward
-    monkeypatch.setattr(attention, "multiplies_bf16", lambda: has)
+    monkeypatch.setattr(attention, "bf16_instructions", lambda: has)
     monkeypatch.setattr(attention, "sdpa_attention_forward", lambda *args, **given: seen.append(args[1:4]) or real(
         *args, **given))  # fmt: skip
     states = [torch.randn(1, 2, 7, 16, dtype=torch.bfloat16) for _ in range(3)]
@@ -276,10 +276,10 @@ def test_bf16_is_attended_in_float32_on_a_cpu_without_amx(has, dtype, monkeypatc
 def test_what_our_attention_does_not_compute_is_not_left_out(more, flex):
     """gpt-oss has sinks, T5 a bias."""
     states, batch = [torch.ones(1, 2, 7, 16)] * 3, {more: torch.ones(2)}
-    with pytest.raises(RuntimeError, match=f"attends with {more}"):
+    with pytest.raises(RuntimeError, match=f"passes {more} to attention"):
         flex_blocks.attend_by_block(torch.nn.Identity(), *states, None, **batch)
     pieces = attention.find_segments([np.zeros(7, int)], 7)
-    with pytest.raises(RuntimeError, match=f"attends with {more}"):
+    with pytest.raises(RuntimeError, match=f"passes {more} to attention"):
         attention.attend_by_segment(torch.nn.Identity(), *states, None, pieces, **batch)
 
 
@@ -288,7 +288,7 @@ def test_dropout_is_not_left_out_by_blocks(flex):
     model.config._attn_implementation = "flex_attention"
     attention_selection.choose_attention(model, GPU)
     forward.enable_scoring(model)
-    with pytest.raises(InputError, match=r"flex_attention has no dropout, the model's is 0.1"):
+    with pytest.raises(InputError, match=r"flex_attention does not support attention dropout, which is 0.1"):
         scored(model.train(), collate(EXAMPLES, "shared", row_multiple=256))
     scored(model.eval(), collate(EXAMPLES, "shared", row_multiple=256))
 
@@ -319,8 +319,8 @@ def test_a_window_that_a_layer_does_not_tell_its_attention_is_found():
     for layer in model.model.layers:
         layer.self_attn.config = type("Config", (), {**vars(model.config), "sliding_window": None})()
         layer.self_attn.config._attn_implementation = attention.BY_SEGMENT
-    assert parity_check.check(model, "shared") > 1e-2
-    assert layout_selection.trusted_layout([model], "shared", explicit=True) == "shared"
+    assert parity_check.parity_error(model, "shared") > 1e-2
+    assert layout_selection.verified_layout([model], "shared", explicit=True) == "shared"
     for layer in model.model.layers:
         layer.self_attn.config._attn_implementation = "sdpa"
     assert_equal(with_mask(model, EXAMPLES, "shared"), expected)
@@ -349,7 +349,7 @@ def keep_cudnn():
 def test_the_quickest_attention_is_chosen_by_device_and_model(name, asked, changes, on_cpu, on_gpu):
     model = tiny_model(name, **changes)
     model.config._attn_implementation = asked
-    assert [attention_selection.quickest(model, device)[0] for device in (CPU, GPU)] == [on_cpu, on_gpu]
+    assert [attention_selection.fastest_attention(model, device)[0] for device in (CPU, GPU)] == [on_cpu, on_gpu]
 
 
 @pytest.mark.parametrize("asked", [None, "1"])
@@ -373,9 +373,9 @@ def test_cudnn_is_off_on_a_gpu_unless_asked_for(asked, keep_cudnn, monkeypatch, 
 def test_a_trainer_switches_cudnn_off_on_a_gpu(layout, keep_cudnn, monkeypatch, tmp_path):
     given = []
     monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", given.append)
-    choose, avoid = attention_selection.choose_attention, attention_selection.avoid_cudnn
+    choose, avoid = attention_selection.choose_attention, attention_selection.disable_cudnn_attention
     monkeypatch.setattr("hf_posttrain.models.policy.choose_attention", lambda model, _: choose(model, GPU))
-    monkeypatch.setattr("hf_posttrain.models.policy.avoid_cudnn", lambda _: avoid(GPU))
+    monkeypatch.setattr("hf_posttrain.models.policy.disable_cudnn_attention", lambda _: avoid(GPU))
     trainer_for("sft", tiny_model(), token_rows("sft"), tmp_path, layout=layout)
     assert given == [False]
 
@@ -405,7 +405,7 @@ def test_blocks_that_are_left_out_have_no_pair_that_is_seen(window):
     batch = collate(examples, "shared", row_multiple=flex_blocks.BLOCK)
     rule = lambda window, i, j: attention_masks.attends(batch, window, 0, i, j)  # noqa: E731
     mask, length = flex_blocks.block_mask(batch, window, rule), batch["input_ids"].shape[1]
-    allowed = attention_masks.allowed(batch, window)[0]
+    allowed = attention_masks.allowed_pairs(batch, window)[0]
     place = torch.arange(length)
     assert torch.equal(mask.mask_mod(0, 0, place[:, None], place), allowed)
     blocks = allowed.view(length // 128, 128, length // 128, 128).sum((1, 3)) > 0
@@ -434,8 +434,8 @@ def test_flex_attention_of_one_row_is_that_of_the_dense_mask(name, flex):
     assert batch["input_ids"].shape[1] % flex_blocks.BLOCK == 0
     assert_equal(scored(model, batch), expected)
     assert flex["graphs"]
-    assert parity_check.check(model, "shared") < 1e-4
-    assert parity_check.check(model, "padded") < 1e-4
+    assert parity_check.parity_error(model, "shared") < 1e-4
+    assert parity_check.parity_error(model, "padded") < 1e-4
 
 
 def varied(count):
@@ -504,7 +504,7 @@ def test_flashattention_gets_the_bounds_of_documents(name, flash):
     expected = with_mask(model, EXAMPLES, "packed")
     model.config._attn_implementation = "flash_attention_2"
     attention_selection.choose_attention(model, GPU)
-    assert layout_selection.able([model])[0] == ["packed", "padded"]
+    assert layout_selection.supported_layouts([model])[0] == ["packed", "padded"]
     batch = collate(EXAMPLES, "packed", row_multiple=attention_selection.row_multiple([model]))
     with HostReads() as reads:
         found = scored(model, batch)

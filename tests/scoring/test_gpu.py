@@ -45,14 +45,14 @@ def kernels_module():
 def fused(interpreted, monkeypatch):
     """The kernels in the place of the torch functions, also on CPU."""
     for module in (head, distill):
-        monkeypatch.setattr(module, "kernels", lambda states: interpreted)
+        monkeypatch.setattr(module, "triton_kernels", lambda states: interpreted)
     return interpreted
 
 
 def test_float64_is_left_to_torch(interpreted):
     on_gpu = [SimpleNamespace(is_cuda=True, dtype=dtype) for dtype in (torch.float64, torch.bfloat16)]
-    assert [head.kernels(states) for states in on_gpu] == [None, interpreted]
-    assert head.kernels(torch.zeros(1)) is None
+    assert [head.triton_kernels(states) for states in on_gpu] == [None, interpreted]
+    assert head.triton_kernels(torch.zeros(1)) is None
 
 
 def logits(rows=6, size=V, seed=0, offset=0.0):
@@ -111,12 +111,12 @@ def test_rows_without_a_distribution_and_targets_that_are_forbidden_are_those_of
         for mine, theirs in ((x, good), (good, t), (x, t)):
             teacher = TeacherStates(identity, theirs)
             for function in (distill.forward_kl, distill.reverse_kl):
-                tile = distill.dense(function, teacher, targets, 0.7, 0.3 if mine is good else 0.0)
+                tile = distill.dense_divergence(function, teacher, targets, 0.7, 0.3 if mine is good else 0.0)
                 yield tile(mine.clone(), everything, True, torch.full((3, V), 7.0))
 
     found = list(made())
     for module in (head, distill):
-        monkeypatch.setattr(module, "kernels", lambda states: None)
+        monkeypatch.setattr(module, "triton_kernels", lambda states: None)
     for mine, plain in zip(found, made(), strict=True):
         assert mine.value[0].isnan()
         assert mine.grad[0].isnan().any()
@@ -194,7 +194,7 @@ def passes(head_of, hidden, tile, weights, inputs):
 @pytest.mark.parametrize("kind", ["log-prob", "forward_kl", "reverse_kl", "jsd"])
 def test_the_head_with_kernels_is_the_head_in_torch(interpreted, kind, transform, promised, kept, monkeypatch):
     monkeypatch.setattr(head, "TILE_ELEMENTS", 5 * 300)
-    monkeypatch.setattr(head, "KEEP_ELEMENTS", 10**9 if kept else 0)
+    monkeypatch.setattr(head, "MAX_KEPT_ELEMENTS", 10**9 if kept else 0)
     hidden, weight, bias, targets = states()
     own = head.LinearHead(weight, bias, head.LogitTransform(*transform))
     if kind == "log-prob":
@@ -203,12 +203,12 @@ def test_the_head_with_kernels_is_the_head_in_torch(interpreted, kind, transform
     else:
         theirs = forward.LMHead(nn.Identity(), lambda rows: rows.clone(), head.LogitTransform())
         teacher = TeacherStates(theirs, logits(N, 300, seed=3))
-        function = distill.divergence(kind, None)
-        tile = distill.dense(function, teacher, targets, 1.0, 0.3)
+        function = distill.divergence_function(kind, None)
+        tile = distill.dense_divergence(function, teacher, targets, 1.0, 0.3)
     weights = torch.ones(N) if promised else None
     expected = passes(own, hidden, tile, weights, (hidden, weight, bias))
     for module in (head, distill):
-        monkeypatch.setattr(module, "kernels", lambda states: interpreted)
+        monkeypatch.setattr(module, "triton_kernels", lambda states: interpreted)
     found = passes(own, hidden, tile, weights, (hidden, weight, bias))
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-5)
 
@@ -231,7 +231,7 @@ def test_a_divergence_without_a_kernel_makes_its_own_buffer(fused):
     hidden, weight, _, targets = states(torch.bfloat16)
     theirs = forward.LMHead(nn.Identity(), lambda rows: rows.clone(), head.LogitTransform())
     teacher = TeacherStates(theirs, logits(N, 300, seed=3))
-    tile = distill.dense(distill.divergence("jsd", None), teacher, targets, 1.0, 0.0)
+    tile = distill.dense_divergence(distill.divergence_function("jsd", None), teacher, targets, 1.0, 0.0)
     values, _, [found] = passes(head.LinearHead(weight, None), hidden, tile, torch.ones(N), (hidden,))
     assert values.isfinite().all()
     assert found.isfinite().all()
@@ -248,8 +248,8 @@ from triton.compiler import ASTSource
 from hf_posttrain.scoring import kernels
 
 def types(function, **given):
-    usual = {{"targets": "*i64", "stride": "i32", "theirs": "i32", "vocabulary": "i32", "padded": "i32"}}
-    usual |= {{name: "fp32" for name in ("scale", "told_apart", "ce")}} | given
+    usual = {{"targets": "*i64", "stride": "i32", "teacher_stride": "i32", "vocabulary": "i32", "padded": "i32"}}
+    usual |= {{name: "fp32" for name in ("scale", "min_top_logp", "ce")}} | given
     names = function.arg_names
     constants = {{name: value for name, value in FLAGS.items() if name in names}}
     found = {{name: usual.get(name, "*fp32") for name in names if name not in constants}}
@@ -322,8 +322,8 @@ def test_the_head_of_a_large_vocabulary_is_few_launches_bound_by_its_products(ki
         module = nn.Linear(2048, VOCABULARY, bias=False, device="meta", dtype=torch.bfloat16)
         theirs = forward.LMHead(module, module.forward, head.LogitTransform())
         teacher = TeacherStates(theirs, torch.empty(TOKENS, 2048, device="meta", dtype=torch.bfloat16))
-        function = distill.divergence("forward_kl" if kind == "kd" else kind, None)
-        tile = distill.dense(function, teacher, targets, 1.0, 0.0)
+        function = distill.divergence_function("forward_kl" if kind == "kd" else kind, None)
+        tile = distill.dense_divergence(function, teacher, targets, 1.0, 0.0)
     with Cost() as cost:
         values, _ = head.score_tokens(head.LinearHead(weight, None), hidden, tile, weights)
         values.sum().backward()
@@ -343,18 +343,18 @@ def test_tiles_are_as_large_as_a_gpu_allows(gib, rows):
 
 def test_kept_gradients_are_a_share_of_the_gpu():
     """16,384 tokens of 152k logits on 80 GiB, so that DPO and KTO need no fourth product; on CPU as it was."""
-    assert head.kept_logits(80 * 2**30, 2) >= 16_384 * VOCABULARY
-    assert head.kept_logits(24 * 2**30, 2) < 16_384 * VOCABULARY
-    assert head.kept_logits(None, 4) == head.KEEP_ELEMENTS
+    assert head.max_kept_logits(80 * 2**30, 2) >= 16_384 * VOCABULARY
+    assert head.max_kept_logits(24 * 2**30, 2) < 16_384 * VOCABULARY
+    assert head.max_kept_logits(None, 4) == head.MAX_KEPT_ELEMENTS
 
 
 def test_a_broken_promise_on_a_gpu_is_told_when_somebody_waits(monkeypatch):
     """`torch._assert_async` would end the CUDA context, and every message after it would be of that."""
     flag = torch.tensor(True)
-    monkeypatch.setattr(head, "_broken_promises", [flag])
-    with pytest.raises(RuntimeError, match="promised"):
-        head.check_promises()
-    head.check_promises()  # once
+    monkeypatch.setattr(head, "_weight_violations", [flag])
+    with pytest.raises(RuntimeError, match="does not match the `weights` of score_tokens"):
+        head.check_score_weights()
+    head.check_score_weights()  # once
 
 
 @pytest.mark.parametrize("copied", [False, True])

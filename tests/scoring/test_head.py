@@ -14,12 +14,12 @@ from hf_posttrain.scoring.forward import LMHead
 from hf_posttrain.scoring.head import LogitTransform, LogProb
 from hf_posttrain.scoring.policy_gradient import SampledPolicyGradient
 from hf_posttrain.scoring.teacher_tiles import (
-    beside_cross_entropy,
-    dense,
-    differentiated,
-    divergence,
+    add_cross_entropy,
+    autograd_tile,
+    dense_divergence,
+    divergence_function,
 )
-from hf_posttrain.scoring.top_tokens import TopTokens, residual, top_k
+from hf_posttrain.scoring.top_tokens import TopTokens, residual_reverse_kl, top_k_divergence
 from hf_posttrain.teachers.eos import MergedEOS
 from hf_posttrain.teachers.local import TeacherStates
 
@@ -31,7 +31,7 @@ TRANSFORMS = [H.LogitTransform(*how) for how in ((), (0.25,), (1.0, 5.0), (2.0, 
 def small_tiles(request, monkeypatch):
     """Five tokens a tile, so that a pass has several; with and without keeping them."""
     monkeypatch.setattr(H, "TILE_ELEMENTS", 5 * V)
-    monkeypatch.setattr(H, "KEEP_ELEMENTS", 10**9 if request.param == "keep" else 0)
+    monkeypatch.setattr(H, "MAX_KEPT_ELEMENTS", 10**9 if request.param == "keep" else 0)
 
 
 def tensors(dtype=torch.float64, bias=True):
@@ -116,7 +116,7 @@ def test_gradcheck_divergence(small_tiles, name):
 
     def loss(hidden, weight, bias):
         head, weights = H.LinearHead(weight, bias), torch.ones(len(hidden))
-        return H.score_tokens(head, hidden, differentiated(function), weights)[0].sum()
+        return H.score_tokens(head, hidden, autograd_tile(function), weights)[0].sum()
 
     assert torch.autograd.gradcheck(loss, (hidden, weight, bias))
 
@@ -131,11 +131,11 @@ def test_kl_in_closed_form_equals_autograd(small_tiles, name, temperature, ce_co
     theirs = torch.randn(N, size, generator=draw, dtype=torch.float64)
     theirs[3, 5] = theirs[7, 2] = -torch.inf if name == "forward_kl" else 0.0
     teacher = TeacherStates(LMHead(nn.Identity(), lambda logits: logits.clone(), H.LogitTransform()), theirs)
-    tile = distill.dense(distill.divergence(name, 0.3), teacher, targets, temperature, ce_coef)
+    tile = distill.dense_divergence(distill.divergence_function(name, 0.3), teacher, targets, temperature, ce_coef)
     assert isinstance(tile, distill.KL)
 
     found = []
-    for one in (tile, tile.plain):
+    for one in (tile, tile.fallback):
         values, stats = H.score_tokens(H.LinearHead(weight, bias), hidden, one, torch.ones(N, dtype=torch.float64))
         found.append((values, *torch.autograd.grad(values.sum(), (hidden, weight, bias)), stats))
     for closed, autograd in zip(*found, strict=True):
@@ -152,7 +152,7 @@ def test_kl_of_close_models_is_not_lost_in_rounding(reverse):
     expected = (q.exp() * (q - p)).sum(-1) if reverse else (p.exp() * (p - q)).sum(-1)
     teacher = TeacherStates(LMHead(nn.Identity(), lambda logits: logits, H.LogitTransform()), t)
     name, targets = "reverse_kl" if reverse else "forward_kl", torch.zeros(8, dtype=torch.long)
-    tile = distill.dense(DIVERGENCES[name], teacher, targets, 1.0, 0.0)
+    tile = distill.dense_divergence(DIVERGENCES[name], teacher, targets, 1.0, 0.0)
     kept = t.clone()
     found = tile(z.clone(), slice(0, 8), False, torch.empty_like(z)).value
     torch.testing.assert_close(found.double(), expected, rtol=0.1, atol=3e-6)
@@ -162,7 +162,7 @@ def test_kl_of_close_models_is_not_lost_in_rounding(reverse):
 def test_tiles_behind_an_adapted_head_are_float32_under_autocast():
     hidden, weight, _, targets = tensors(torch.float32, bias=False)
     teacher = TeacherStates(LMHead(nn.Identity(), lambda logits: logits, H.LogitTransform()), torch.randn(N, V))
-    tile = distill.dense(DIVERGENCES["forward_kl"], teacher, targets, 1.0, 0.0)
+    tile = distill.dense_divergence(DIVERGENCES["forward_kl"], teacher, targets, 1.0, 0.0)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         through, stats = score_tokens_through(lambda part: H.LogitTransform()(part @ weight.T), hidden, tile, V)
         plain, others = H.score_tokens(H.LinearHead(weight, None), hidden, tile)
@@ -203,7 +203,7 @@ def test_module_path_equals_plain_head(small_tiles):
 def test_broken_promise_is_an_error():
     hidden, weight, bias, targets = tensors()
     values, _ = H.score_tokens(H.LinearHead(weight, bias), hidden, LogProb(targets), torch.ones(N))
-    with pytest.raises(RuntimeError, match="promised"):
+    with pytest.raises(RuntimeError, match="does not match the `weights` of score_tokens"):
         (values**2).sum().backward()
 
 
@@ -271,21 +271,24 @@ def tile_functions(targets, teacher, vocabulary):
         "log_prob at 0.7": (LogProb(targets, 0.7), lambda z: logp(z / 0.7).gather(-1, targets[:, None])[:, 0]),
     }
     for name in DIVERGENCES:
-        function = divergence(name, None)
-        found[name] = dense(function, states, targets, 1.0, 0.0), lambda z, function=function: function(logp(z), p)
+        function = divergence_function(name, None)
+        found[name] = (
+            dense_divergence(function, states, targets, 1.0, 0.0),
+            lambda z, function=function: function(logp(z), p),
+        )
         found[f"{name} with ce"] = (
-            dense(function, states, targets, 1.0, 0.3),
+            dense_divergence(function, states, targets, 1.0, 0.3),
             lambda z, function=function: 0.7 * function(logp(z), p) - 0.3 * logp(z).gather(-1, targets[:, None])[:, 0],
         )
     top, ids = p.topk(64)
     found["forward_kl of top 64"] = (
-        top_k(divergence("forward_kl", None), ids, top.float(), targets, 1.0, vocabulary),
-        lambda z: divergence("forward_kl", None)(with_tail(logp(z).gather(-1, ids)), with_tail(top)),
+        top_k_divergence(divergence_function("forward_kl", None), ids, top.float(), targets, 1.0, vocabulary),
+        lambda z: divergence_function("forward_kl", None)(with_tail(logp(z).gather(-1, ids)), with_tail(top)),
     )
     for name in ("forward_kl", "reverse_kl", "jsd"):
-        function = divergence(name, None)
+        function = divergence_function(name, None)
         found[f"{name} at 0.7"] = (
-            dense(function, states, targets, 0.7, 0.0),
+            dense_divergence(function, states, targets, 0.7, 0.0),
             lambda z, function=function: function(logp(z / 0.7), torch.log_softmax(teacher.double() / 0.7, -1)),
         )
     own = p.gather(-1, targets[:, None])[:, 0]
@@ -294,20 +297,20 @@ def tile_functions(targets, teacher, vocabulary):
         lambda z: -(own - picked(z)).detach() * picked(z),
     )
     found["residual of top 64"] = (
-        residual(ids, top.float(), targets, 1.0, vocabulary, teacher=own.float()),
+        residual_reverse_kl(ids, top.float(), targets, 1.0, vocabulary, teacher=own.float()),
         lambda z: reverse_kl_of_top(logp(z), ids, top, picked(z), own, (ids == targets[:, None]).any(-1)),
     )
     ends = MergedEOS(torch.tensor([7, 11, vocabulary - 1]))
     found["log_prob with several ends"] = (ends.wrap(LogProb(ends.merge_ids(targets), stats=True)), picked)
     found["cross-entropy of the whole head"] = (
-        beside_cross_entropy(dense(reverse_kl, states, targets, 1.0, 0.0), targets, 0.3),
+        add_cross_entropy(dense_divergence(reverse_kl, states, targets, 1.0, 0.0), targets, 0.3),
         lambda z: 0.7 * reverse_kl(logp(z), p) - 0.3 * picked(z),
     )
     return found
 
 
 def reverse_kl_of_top(q, ids, p, own_q, own_p, known):
-    """The value of `residual` with the gradient that it promises, in the precision of its arguments."""
+    """The value of `residual_reverse_kl` with the gradient that it promises, in the precision of its arguments."""
     apart = (q.gather(-1, ids) - p).detach()
     rest = torch.where(known, 0.0, (own_q - own_p).detach())
     moving = (q.gather(-1, ids).exp() * apart).sum(-1) + rest * own_q

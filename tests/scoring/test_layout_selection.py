@@ -12,8 +12,8 @@ from transformers import Qwen3ForSequenceClassification, Qwen3Model
 
 from hf_posttrain.errors import InputError
 from hf_posttrain.scoring import attention, forward, parity_check
-from hf_posttrain.scoring.layout_selection import trusted_layout
-from hf_posttrain.scoring.parity_check import check, tolerance
+from hf_posttrain.scoring.layout_selection import verified_layout
+from hf_posttrain.scoring.parity_check import parity_error, tolerance
 
 LOW = {"bf16 weights": (torch.bfloat16, False), "autocast": (torch.float32, True), "both": (torch.bfloat16, True)}
 
@@ -28,7 +28,7 @@ def scoring(model, dtype=torch.float32):
 def test_the_check_is_as_exact_in_low_precision(name, dtype, autocast):
     model = scoring(tiny_model(name), dtype)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast), parity_check.InFloat32():
-        assert check(model, "shared") < 1e-4
+        assert parity_error(model, "shared") < 1e-4
 
 
 @pytest.mark.parametrize(("dtype", "autocast"), LOW.values(), ids=LOW)
@@ -36,8 +36,8 @@ def test_an_unknown_softcap_is_found_in_low_precision(dtype, autocast, caplog):
     """RecurrentGemma caps its logits by a name of its own."""
     model = scoring(tiny("recurrent_gemma"), dtype)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast), caplog.at_level(logging.WARNING):
-        assert trusted_layout([model], "padded", explicit=False) == "padded"
-    assert getattr(model, forward.OWN_LOGITS)
+        assert verified_layout([model], "padded", explicit=False) == "padded"
+    assert getattr(model, forward.USES_OWN_LOGITS)
     assert "its own forward is used" in caplog.text
 
 
@@ -48,34 +48,36 @@ def test_a_leaking_layout_is_found_in_low_precision(dtype, autocast, monkeypatch
     model = scoring(tiny("opt", scale=3.0), dtype)
     low = torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast)
     with low, pytest.raises(InputError, match="layout=padded"):
-        trusted_layout([model], "packed", explicit=True)
+        verified_layout([model], "packed", explicit=True)
 
 
 def test_a_window_of_the_config_that_the_model_lacks_is_found():
     """Moshi's config has one, its text model sees everything."""
     model = scoring(tiny("moshi"))
-    assert trusted_layout([model], "shared", explicit=False) == "padded"
+    assert verified_layout([model], "shared", explicit=False) == "padded"
     # rows that are never longer than the window cannot show it, nor need they
-    assert trusted_layout([model], "shared", explicit=False, max_length=WINDOW) == "shared"
+    assert verified_layout([model], "shared", explicit=False, max_length=WINDOW) == "shared"
 
 
 @pytest.mark.parametrize("layout", ["shared", "packed", "padded"])
 def test_a_vocabulary_of_a_few_ids_is_checked_too(layout):
-    assert check(scoring(tiny_model(vocab_size=6, pad_token_id=5, eos_token_id=4)), layout) < 1e-4
+    assert parity_error(scoring(tiny_model(vocab_size=6, pad_token_id=5, eos_token_id=4)), layout) < 1e-4
 
 
 def test_a_model_that_looks_ahead_is_refused():
     encoder = scoring(tiny("bert"))
-    with pytest.raises(InputError, match=r"BertLMHeadModel lets a token see those behind it.*is_decoder"):
-        trusted_layout([encoder], "padded", explicit=False)
-    assert trusted_layout([scoring(tiny("bert", is_decoder=True))], "padded", explicit=False) == "padded"
+    with pytest.raises(
+        InputError, match=r"BertLMHeadModel is not a causal LM, because a token attends to later .*is_decoder"
+    ):
+        verified_layout([encoder], "padded", explicit=False)
+    assert verified_layout([scoring(tiny("bert", is_decoder=True))], "padded", explicit=False) == "padded"
 
 
 @pytest.mark.parametrize("kind", [Qwen3Model, Qwen3ForSequenceClassification])
 def test_a_model_without_logits_of_tokens_is_refused(kind):
     other = kind(tiny_model().config)
     with pytest.raises(InputError, match=rf"{kind.__name__} does not give each token .* AutoModelForCausalLM loads"):
-        trusted_layout([scoring(other)], "padded", explicit=False)
+        verified_layout([scoring(other)], "padded", explicit=False)
 
 
 def test_products_of_several_tensors_in_one_argument_are_in_float32():
@@ -98,17 +100,21 @@ def test_a_kernel_that_takes_no_float32_is_checked_as_it_is(monkeypatch, caplog)
 
     monkeypatch.setattr(parity_check.InFloat32, "__enter__", refuse)
     with caplog.at_level(logging.INFO):
-        assert trusted_layout([scoring(tiny_model(), torch.bfloat16)], "shared", explicit=True) == "shared"
-    assert "check in float32: only bfloat16 here" in caplog.text
-    trusted_layout([odd := scoring(tiny("recurrent_gemma", logits_soft_cap=1.0))], "padded", explicit=False)
-    assert getattr(odd, forward.OWN_LOGITS)
+        assert verified_layout([scoring(tiny_model(), torch.bfloat16)], "shared", explicit=True) == "shared"
+    assert "check in float32 failed with: only bfloat16 here" in caplog.text
+    verified_layout([odd := scoring(tiny("recurrent_gemma", logits_soft_cap=1.0))], "padded", explicit=False)
+    assert getattr(odd, forward.USES_OWN_LOGITS)
 
 
 BROKEN = {
     "embedding": (lambda model: model.get_input_embeddings().weight[7, 3:], float("nan"), "1 of its weights"),
-    "layer": (lambda model: model.model.layers[1].mlp.up_proj.weight[0], float("inf"), "up_proj.weight first"),
-    "row of the head": (lambda model: model.lm_head.weight[9], float("-inf"), "lm_head.weight first"),
-    "norm": (lambda model: model.model.norm.weight, float("nan"), "model.norm.weight first"),
+    "layer": (
+        lambda model: model.model.layers[1].mlp.up_proj.weight[0],
+        float("inf"),
+        r"of which is \S+up_proj.weight\.",
+    ),
+    "row of the head": (lambda model: model.lm_head.weight[9], float("-inf"), "the first of which is lm_head.weight"),
+    "norm": (lambda model: model.model.norm.weight, float("nan"), "the first of which is model.norm.weight"),
 }
 
 
@@ -131,7 +137,7 @@ def test_logits_that_overflow_are_told_from_a_wrong_layout(tmp_path):
         model.model.norm.weight.fill_(1e30)
         model.lm_head.weight.mul_(1e30)
     trainer = trainer_for("sft", model, token_rows("sft"), tmp_path)
-    with pytest.raises(InputError, match=r"its logits are NaN or infinite, though its weights are finite"):
+    with pytest.raises(InputError, match=r"its logits are NaN or infinite, although its weights are finite"):
         trainer.train()
 
 
@@ -148,7 +154,7 @@ def test_a_teacher_that_forbids_tokens_by_numbers_that_overflow_is_refused(metho
         trainer.train()
         assert torch.tensor(trainer.state.log_history[0]["loss"]).isfinite()
         return
-    with pytest.raises(InputError, match=r"the teacher: 35 tokens have logits of .*: give them -1e4 instead"):
+    with pytest.raises(InputError, match=r"the teacher: 35 tokens have logits down to .* Set these logits to -1e4"):
         trainer.train()
 
 

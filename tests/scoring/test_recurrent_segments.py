@@ -18,7 +18,7 @@ from hf_posttrain.generation import rollout
 from hf_posttrain.scoring import forward, recurrent_segments
 from hf_posttrain.scoring.attention_selection import choose_attention, row_multiple
 from hf_posttrain.scoring.head import LogProb
-from hf_posttrain.scoring.layout_selection import able, choose_layout, trusted_layout
+from hf_posttrain.scoring.layout_selection import choose_layout, supported_layouts, verified_layout
 from hf_posttrain.scoring.layouts import Branch, Example, collate
 from hf_posttrain.scoring.recurrent_segments import SegmentTables, stateful_layers
 
@@ -76,7 +76,7 @@ def assert_equal(found, expected):
 def test_values_and_gradients_are_those_of_each_answer_alone(name):
     model = build(name)
     assert stateful_layers(model)
-    assert able([model])[0] == ["shared", "packed", "padded"]
+    assert supported_layouts([model])[0] == ["shared", "packed", "padded"]
     assert choose_layout([model], "auto") == "shared"
     expected = alone(model)
     for layout in ("shared", "packed", "padded"):
@@ -86,21 +86,21 @@ def test_values_and_gradients_are_those_of_each_answer_alone(name):
 def test_without_the_pieces_documents_run_into_each_other(monkeypatch):
     model = build("qwen3_5_text")
     expected = alone(model)
-    monkeypatch.setattr(model, "keeps_state", False)
+    monkeypatch.setattr(model, "has_recurrent_layers", False)
     assert (together(model, "packed")[0] - expected[0]).abs().max() > 1e-3
-    assert trusted_layout([model], "packed", explicit=False) == "padded"
+    assert verified_layout([model], "packed", explicit=False) == "padded"
 
 
 @pytest.mark.parametrize("explicit", [False, True])
 def test_beside_an_attention_that_turns_out_to_want_a_mask_rows_are_padded(explicit, caplog):
     models = [build("granitemoehybrid"), drop_pieces(build("qwen3"))]
-    said = "a model that keeps a state takes a row in pieces"
+    said = "because a model with recurrent layers requires rows in segments"
     if explicit:
-        with pytest.raises(InputError, match=f"layout='shared': {said}"):
-            trusted_layout(models, "shared", explicit)
+        with pytest.raises(InputError, match=f"layout='shared' is not supported, {said}"):
+            verified_layout(models, "shared", explicit)
     else:
-        assert trusted_layout(models, "shared", explicit) == "padded"
-        assert f"layout shared: {said}" in caplog.text
+        assert verified_layout(models, "shared", explicit) == "padded"
+        assert f"layout shared is not supported, {said}" in caplog.text
 
 
 def test_no_state_is_left_from_a_batch_before():
@@ -147,18 +147,19 @@ def test_a_layer_that_is_not_told_of_pieces_ends_in_the_padded_layout(caplog):
     """Jamba's decoder layers do not hand on what the model was called with."""
     model = build("jamba")
     with caplog.at_level(logging.WARNING):
-        assert trusted_layout([model], "shared", explicit=False) == "padded"
-    assert "scores wrongly in layout shared: using padded" in caplog.text
-    with pytest.raises(InputError, match="gives JambaForCausalLM other numbers than its own forward"):
-        trusted_layout([copy.deepcopy(model)], "shared", explicit=True)
+        assert verified_layout([model], "shared", explicit=False) == "padded"
+    assert "differ from its own forward in layout shared. Using padded" in caplog.text
+    problem = "not supported for JambaForCausalLM, because its scores differ from its own forward"
+    with pytest.raises(InputError, match=problem):
+        verified_layout([copy.deepcopy(model)], "shared", explicit=True)
 
 
 def test_other_attention_leaves_such_layers_padded():
     model = tiny("qwen3_5_text", scale=1.0)
     model.set_attn_implementation("eager")
-    fitting, why = able([model])
+    fitting, why = supported_layouts([model])
     assert fitting == ["padded"]
-    assert "take the pieces of a row with sdpa, not eager" in why
+    assert "require sdpa for rows in segments, not eager" in why
 
 
 def test_a_second_model_with_another_attention_leaves_such_layers_padded(tmp_path):
@@ -167,10 +168,10 @@ def test_a_second_model_with_another_attention_leaves_such_layers_padded(tmp_pat
     hybrid, rows = tiny("qwen3_5_text", scale=3.0), token_rows("kd")
     expected = one_step("kd", hybrid, rows, tmp_path, second=teacher, layout="padded")
     assert_same_step(one_step("kd", hybrid, rows, tmp_path, second=teacher), expected)
-    with pytest.raises(InputError, match="takes a row in pieces, which another's attention does not"):
+    with pytest.raises(InputError, match="requires rows in segments, which the attention of another does not support"):
         one_step("kd", hybrid, rows, tmp_path, second=teacher, layout="packed")
     models = [build("qwen3_5_text"), teacher]
-    assert trusted_layout(models, "packed", explicit=False) == "padded"
+    assert verified_layout(models, "packed", explicit=False) == "padded"
 
 
 # a prompt of 3 with branches of 2 and 1, one without a prompt, a prompt of 1 with a branch, padding
@@ -179,8 +180,8 @@ SIZES = [(3, 3), (2, 5), (1, 4), (4, 4), (1, 1), (2, 3), (3, 3)]
 
 @pytest.mark.parametrize("alike", [1, 32])
 def test_pieces_go_on_where_their_prompt_ended(alike, monkeypatch):
-    monkeypatch.setattr(recurrent_segments, "ALIKE", alike)
-    pieces = SegmentTables.of(SIZES, CPU)
+    monkeypatch.setattr(recurrent_segments, "MIN_GROUP_LENGTH", alike)
+    pieces = SegmentTables.from_sizes(SIZES, CPU)
     branches, begins = ([each[part].tolist() for each in pieces.branches] for part in (0, 1))
     if alike == 1:
         assert [table.tolist() for table in pieces.prompts] == [[[0, 1, 2]], [[-1, 10]]]
@@ -197,10 +198,10 @@ def test_pieces_go_on_where_their_prompt_ended(alike, monkeypatch):
 @pytest.mark.parametrize("name", quick("qwen3_5_text", among=HYBRIDS))
 def test_pieces_of_unequal_length_are_computed_apart(name, monkeypatch):
     """With the numbers of each answer alone, and without the memory of padding."""
-    monkeypatch.setattr(recurrent_segments, "ALIKE", 1)
+    monkeypatch.setattr(recurrent_segments, "MIN_GROUP_LENGTH", 1)
     model = build(name)
     assert_equal(together(model, "shared"), alone(model))
-    assert len(SegmentTables.of([(1, 1), (40, 40)], CPU).branches) == 2
+    assert len(SegmentTables.from_sizes([(1, 1), (40, 40)], CPU).branches) == 2
 
 
 def test_one_long_document_among_short_ones_costs_no_padding():

@@ -165,7 +165,7 @@ def test_activated_lora_is_on_in_its_own_example_alone(tmp_path):
         tables = [token_logps(model.eval(), row["prompt_ids"], row["completion_ids"]) for row in rows]
     values = [t[torch.arange(len(t)), row["completion_ids"]] for t, row in zip(tables, rows, strict=True)]
     assert trainer.state.log_history[0]["loss"] == pytest.approx(-float(torch.cat(values).mean()), abs=1e-5)
-    with pytest.raises(InputError, match="activated LoRA is switched on once in a row"):
+    with pytest.raises(InputError, match="activated LoRA is enabled once per row"):
         trainer_for("sft", activated(), data, tmp_path, layout="packed")
     with pytest.raises(InputError, match="cannot be combined with activation_checkpointing"):
         trainer_for("sft", activated(), data, tmp_path, activation_checkpointing=True)

@@ -18,7 +18,7 @@ from training_for_tests import METHODS, fix_rollouts, second_model, token_rows, 
 from transformers import TrainerCallback
 
 import hf_posttrain
-from hf_posttrain.losses.divergence import by_rollout
+from hf_posttrain.losses.divergence import pad_by_sequence
 from hf_posttrain.scoring import head
 
 PACKAGE = str(Path(hf_posttrain.__file__).parent)
@@ -64,7 +64,7 @@ def test_the_watch_sees_what_waits():
         torch.ones(1).item()
     assert not waits.found  # none of ours
     with Waits() as waits:
-        by_rollout(torch.ones(4), torch.tensor([0, 0, 1, 1]))
+        pad_by_sequence(torch.ones(4), torch.tensor([0, 0, 1, 1]))
     assert waits.found
 
 
@@ -79,7 +79,7 @@ def test_the_watch_sees_what_waits():
 )  # fmt: skip
 def test_a_step_waits_for_the_device_in_no_line_of_ours(method, config, tmp_path, monkeypatch):
     fix_rollouts(monkeypatch)
-    monkeypatch.setattr(head, "check_promises", lambda: None)  # which on a GPU the guard calls, at logs
+    monkeypatch.setattr(head, "check_score_weights", lambda: None)  # which on a GPU the guard calls, at logs
     second = second_model(method, seed=9)
     if "ends" in config:  # the teacher's, with the student's one outcome
         config = dict(config)

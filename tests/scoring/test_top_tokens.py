@@ -5,7 +5,7 @@ import torch
 
 from hf_posttrain.losses.divergence import DIVERGENCES, reverse_kl
 from hf_posttrain.scoring import head as H
-from hf_posttrain.scoring.top_tokens import TopTokens, residual, top_k
+from hf_posttrain.scoring.top_tokens import TopTokens, residual_reverse_kl, top_k_divergence
 
 N, V, D, T = 5, 12, 4, 0.7
 
@@ -33,7 +33,7 @@ def test_the_residual_is_unbiased_in_value_and_gradient(k, given):
     total, gradient = torch.zeros(N).double(), torch.zeros_like(weight)
     for token in range(V):
         targets = torch.full((N,), token)
-        values, stats = scored(residual, hidden, weight, theirs, k, targets)
+        values, stats = scored(residual_reverse_kl, hidden, weight, theirs, k, targets)
         torch.testing.assert_close(stats["student"], q[:, token].detach())
         torch.testing.assert_close(stats["teacher"], p[:, token])
         chance = q[:, token].exp().detach()
@@ -48,7 +48,7 @@ def test_the_residual_with_all_tokens_is_the_dense_loss(given):
     """Exactly, whatever was sampled."""
     hidden, weight, q, theirs = given
     targets = torch.tensor([3, 0, 11, 5, 7])
-    values, _ = scored(residual, hidden, weight, theirs, V, targets)
+    values, _ = scored(residual_reverse_kl, hidden, weight, theirs, V, targets)
     expected = reverse_kl(q, torch.log_softmax(theirs / T, -1))
     torch.testing.assert_close(values, expected, atol=1e-9, rtol=1e-9)
     found = torch.autograd.grad(values.sum(), (hidden, weight))
@@ -62,7 +62,7 @@ def test_the_tail_is_one_outcome_of_both_models(name, k, given):
     """Value, gradient and stats are of distributions over K + 1 outcomes: a bound (data processing inequality)."""
     hidden, weight, q, theirs = given
     p, targets = torch.log_softmax(theirs / T, -1), torch.tensor([3, 0, 11, 5, 7])
-    values, stats = scored(top_k, hidden, weight, theirs, k, targets, DIVERGENCES[name])
+    values, stats = scored(top_k_divergence, hidden, weight, theirs, k, targets, DIVERGENCES[name])
     coarse = []
     for side in (q, p):
         best = p.argsort(-1, descending=True)

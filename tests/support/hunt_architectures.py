@@ -18,7 +18,7 @@ from hf_posttrain.methods import METHODS
 from hf_posttrain.scoring import forward
 from hf_posttrain.scoring.attention_selection import choose_attention, row_multiple
 from hf_posttrain.scoring.head import LogProb
-from hf_posttrain.scoring.layout_selection import supported_layouts, choose_layout, verified_layout
+from hf_posttrain.scoring.layout_selection import choose_layout, supported_layouts, verified_layout
 from hf_posttrain.scoring.layouts import Branch, Example, collate
 
 EQUAL = 1e-4  # largest difference of a log-probability, in float32

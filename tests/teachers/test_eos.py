@@ -64,7 +64,9 @@ def test_a_divergence_is_over_merged_outcomes(name, temperature, softcap, given)
     hidden, weight, theirs, tokens = given
     stop, transform = MergedEOS(torch.tensor(ENDS), temperature), H.LogitTransform(softcap=softcap)
     function = distill.divergence_function(name, 0.3 if name == "jsd" else None)
-    tile = distill.dense_divergence(function, teacher_of(theirs.clone(), stop), stop.merge_ids(tokens), temperature, 0.0)
+    tile = distill.dense_divergence(
+        function, teacher_of(theirs.clone(), stop), stop.merge_ids(tokens), temperature, 0.0
+    )
     logits = transform(hidden @ weight.T)
     q, p = merged_logps(logits, temperature), merged_logps(theirs, temperature)
     stats = assert_equal(H.LinearHead(weight, None, transform), stop.wrap(tile), function(q, p), (hidden, weight))
@@ -140,7 +142,9 @@ def test_all_tokens_and_the_residual_are_the_dense_loss(given):
     stop = MergedEOS(torch.tensor(ENDS), 0.6)
     tile = stop.wrap(TopTokens(V, 0.6, V, stop.merge_ids(tokens)))
     kept = tile(theirs.clone(), slice(0, N), False, torch.empty(N, V).double())
-    tile = residual_reverse_kl(kept.stats["ids"], kept.stats["logps"], stop.merge_ids(tokens), 0.6, V, teacher=kept.value)
+    tile = residual_reverse_kl(
+        kept.stats["ids"], kept.stats["logps"], stop.merge_ids(tokens), 0.6, V, teacher=kept.value
+    )
     expected = DIVERGENCES["reverse_kl"](merged_logps(hidden @ weight.T, 0.6), merged_logps(theirs, 0.6))
     assert_equal(H.LinearHead(weight, None), stop.wrap(tile), expected, (hidden, weight))
 

@@ -107,10 +107,10 @@ STATES = {
                                       n_groups=1, state_size=8, pad_token_id=256, bos_token_id=0, eos_token_id=258),
 }  # fmt: skip
 
-PADDED = {"mamba2": "the architecture declares no attention that takes a custom mask"}
+PADDED = {"mamba2": "the architecture declares no attention that supports a custom mask"}
 """Architectures without the other layouts -> the error."""
 if "lfm3" not in tf.CONFIG_MAPPING:  # before, decoder layers of LFM2 do not pass on the arguments of a model's forward
-    PADDED["lfm2"] = "other numbers than its own forward: use layout=padded"
+    PADDED["lfm2"] = "its scores differ from its own forward. Use layout=padded"
 
 
 @pytest.mark.parametrize("architecture", STATES)

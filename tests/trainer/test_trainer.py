@@ -123,7 +123,7 @@ def test_a_model_that_ignores_the_mask_falls_back_to_padded_and_says_so(tmp_path
     trainer = trainer_for("dpo", tiny_model(), token_rows("dpo"), tmp_path)
     with caplog.at_level(logging.WARNING):
         trainer.train()
-    assert "scores wrongly in layout shared: using padded" in caplog.text
+    assert "differ from its own forward in layout shared. Using padded" in caplog.text
     assert trainer.data_collator.layout == "padded"
     explicit = trainer_for("dpo", tiny_model(), token_rows("dpo"), tmp_path, layout="shared")
     with pytest.raises(InputError, match="use layout=padded"):
