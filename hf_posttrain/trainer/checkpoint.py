@@ -155,10 +155,8 @@ def resolve_checkpoint(trainer: TrainerInterface, request: str | bool | None) ->
         folder = trainer.args.output_dir
         newest = _find_common(trainer)
         if newest is None and request is True:
-            raise InputError(
-                f"resume_from_checkpoint: there is no complete checkpoint in {folder}. Use auto, which then starts a new "
-                "run"
-            )
+            problem = f"resume_from_checkpoint: there is no complete checkpoint in {folder}"
+            raise InputError(f"{problem}. Use auto, which starts a new run in this case")
         if newest is None:
             logger.info("no complete checkpoint in %s, starting a new run", folder)
         request = newest
@@ -167,8 +165,8 @@ def resolve_checkpoint(trainer: TrainerInterface, request: str | bool | None) ->
 
     # each machine checks its own disk, and all ranks raise the first problem of any
     problems = gather_object([next(resume_problems(trainer, Path(request)), None)])
-    if problem := next(filter(None, problems), None):
-        raise InputError(problem)
+    if first := next(filter(None, problems), None):
+        raise InputError(first)
     logger.info("resuming %s", request)
     return request
 

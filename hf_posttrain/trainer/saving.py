@@ -1,4 +1,4 @@
-"""How PostTrainer saves: every weight, whatever the engine, read again and compared before anybody relies on it."""
+"""Saving of models by PostTrainer. Every weight is saved under every engine, and the files are read and compared."""
 
 import copy
 import json
@@ -30,37 +30,47 @@ from .checkpoint import input_error_on_load
 from .interface import TrainerInterface
 from .output_dir import check_space, input_error_on_write, min_checkpoint_bytes
 
-# in the README.md of a run where `report.card` wrote it
 CARD_MARKER = "<!-- written by hf_posttrain; remove this line to keep your own text from being replaced -->"
-_WHOLE = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+"""Line of a README.md that `report.card` has written."""
+_MODEL_FILES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
 
 
-def _tied_once(model: nn.Module, state: dict[str, Tensor] | None) -> dict[str, Tensor] | None:
-    """A gathered state without the second names of tied weights: gathered, they are tensors of their own."""
+def _without_tied_duplicates(model: nn.Module, state: dict[str, Tensor] | None) -> dict[str, Tensor] | None:
+    """Return a gathered state without the second names of tied weights, which are separate tensors in it."""
     first: dict[int, str] = {}
     names = {name: first.setdefault(id(w), name) for name, w in model.named_parameters(remove_duplicate=False)}
     return state and {name: tensor for name, tensor in state.items() if names.get(name, name) == name}
 
 
 def save_last_step(trainer: TrainerInterface) -> str:
-    """Save a checkpoint of the last whole step, in which the weights are still, and say so: after an error that all
-    ranks have. Nothing where checkpoints are not wanted.
+    """Save a checkpoint of the last complete step, whose weights have not changed, after an error on all ranks.
+
+    Returns:
+        The end of the error message, which is empty if there is no checkpoint, because saving is off or no step was
+        completed.
     """
     step = trainer.state.global_step
     if trainer.args.save_strategy == "no" or not step:
         return ""
     if trainer.saved_step != step:
         trainer._save_checkpoint(trainer.model_wrapped, None)
-    return f"; checkpoint-{step} is saved: the same command with train.resume_from_checkpoint=auto goes on"
+    return f". checkpoint-{step} is saved. To resume, run the same command with train.resume_from_checkpoint=auto"
 
 
 def _adapter_in_fsdp(trainer: TrainerInterface) -> bool:
+    """Return whether the policy is a model with an adapter under FSDP2."""
     return bool(trainer.accelerator.is_fsdp2 and isinstance(forward.unwrap_model(trainer.model), peft.PeftModel))
 
 
 def remove_engine_copies(trainer: TrainerInterface, checkpoint: Path) -> None:
-    """Remove the weights that Accelerate has saved of an adapter under FSDP2. It adds a tied head, which is frozen, and
-    the trained weights are in the adapter's own file. All ranks call it.
+    """Remove the weights that Accelerate has saved for a model with an adapter under FSDP2. All ranks call it.
+
+    Accelerate also saves a tied head, which is frozen. The trained weights are in the file of the adapter.
     """
     trainer.accelerator.wait_for_everyone()
     if trainer.args.should_save:
@@ -70,13 +80,14 @@ def remove_engine_copies(trainer: TrainerInterface, checkpoint: Path) -> None:
 
 
 def load_sharded_adapter(policy: peft.PeftModel, checkpoint: str) -> None:
-    """Copy an adapter's file into the parts of it that FSDP2 has left on this rank. All ranks call it."""
-    own = trained_state(policy)
+    """Load the file of an adapter into its shards on this rank under FSDP2. All ranks call it."""
+    weights = trained_state(policy)
     saved = load_file(adapter_folder(policy, checkpoint) / "adapter_model.safetensors")
-    if missing := sorted(own.keys() - saved.keys()):
-        raise RuntimeError(f"{checkpoint} lacks {len(missing)} of the adapter's {len(own)} weights, {missing[0]} first")
+    if missing := sorted(weights.keys() - saved.keys()):
+        counts = f"{len(missing)} of the adapter's {len(weights)} weights"
+        raise RuntimeError(f"{checkpoint} lacks {counts}, the first is {missing[0]}")
     with torch.no_grad():
-        for name, weight in own.items():
+        for name, weight in weights.items():
             value = saved[name].to(weight.device)
             if isinstance(weight, DTensor):
                 weight.copy_(distribute_tensor(value, weight.device_mesh, weight.placements))
@@ -85,30 +96,35 @@ def load_sharded_adapter(policy: peft.PeftModel, checkpoint: str) -> None:
 
 
 def _loads_pretrained(trainer: TrainerInterface) -> bool:
-    """Is the policy a whole model in one piece, not an adapter and not in an engine's own files?"""
+    """Return whether `from_pretrained` can load a checkpoint: the policy has no adapter, and no engine shards it."""
     return isinstance(trainer.model, PreTrainedModel) and not engine.changes_weights(trainer.accelerator)
 
 
 def add_tags(model: PreTrainedModel, method: str) -> None:
-    """Give a model the tags that `push_to_hub` and the model card write: the library and the method."""
+    """Add the library and the method to the tags that `push_to_hub` and the model card write."""
     if hasattr(model, "add_model_tags"):
         model.add_model_tags(["hf_posttrain", method])
 
 
-# ---- what is saved
+# ---- weights
 
 
 def full_state_dict(trainer: TrainerInterface, adapter_only: bool) -> dict[str, Tensor] | None:
-    """Every weight, on the first rank (others may get less), or None where a model's own state_dict is as good.
+    """Gather all weights on the first rank. All ranks call it.
 
-    adapter_only: without the frozen base, where the engine can leave it out. All ranks call it.
+    Args:
+        trainer: The trainer.
+        adapter_only: Whether to omit the frozen base model, if the engine supports this.
+
+    Returns:
+        The weights by name, which may be incomplete on other ranks, or None if `state_dict` of the model is complete.
     """
     accelerator = trainer.accelerator
     model = trainer.model_wrapped
     if accelerator.is_fsdp2:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=adapter_only)
-        whole: Any = get_model_state_dict(model, options=options)
-        return whole
+        state_dict: Any = get_model_state_dict(model, options=options)
+        return state_dict
     if not (stage := engine.zero_stage(accelerator)):
         return None
     from deepspeed.utils import safe_get_full_fp32_param
@@ -117,17 +133,21 @@ def full_state_dict(trainer: TrainerInterface, adapter_only: bool) -> dict[str, 
         state = model._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=adapter_only)
     else:
         state = accelerator.get_state_dict(model)
-    # DeepSpeed trains a float32 copy of bf16 and fp16 weights, which themselves show little of a small step
+    # DeepSpeed trains a float32 copy of bf16 and fp16 weights, whose own precision would hide small steps
     for name, weight in model.module.named_parameters(remove_duplicate=False):
         if weight.requires_grad and weight.dtype != torch.float32:
-            copied = safe_get_full_fp32_param(weight)  # all ranks together
+            float32_weight = safe_get_full_fp32_param(weight)  # a collective operation
             if state is not None and name in state:
-                state[name] = copied.cpu()
+                state[name] = float32_weight.cpu()
     return state
 
 
 def save_merged(trainer: TrainerInterface, folder: str) -> None:
-    """The trained adapter merged into its base and saved as a plain model; raises as `check_mergeable`. All ranks."""
+    """Merge the trained adapter into its base and save a plain model. All ranks call it.
+
+    Raises:
+        InputError: If the adapter cannot be merged, as in `check_mergeable`.
+    """
     policy = forward.unwrap_model(trainer.model)
     check_mergeable(policy)
     state = full_state_dict(trainer, adapter_only=False) or policy.state_dict()
@@ -139,35 +159,43 @@ def save_merged(trainer: TrainerInterface, folder: str) -> None:
 def write_merged(
     policy: peft.PeftModel, state: dict[str, Tensor], processing_class: Any, generation: GenerationConfig, folder: str
 ) -> None:
-    """Save `policy` with its adapter merged, as a plain model, with its tokenizer or processor, and check the files.
+    """Save the policy with its adapter merged, as a plain model, and check the files.
 
-    state: every weight of the policy, whole. Raises RuntimeError where what was saved is not the whole model.
+    Args:
+        policy: The policy.
+        state: All weights of the policy, unsharded.
+        processing_class: The tokenizer or processor, which is also saved.
+        generation: The generation config, which is also saved.
+        folder: The output folder.
+
+    Raises:
+        RuntimeError: If the saved weights are not those of the merged model.
     """
-    # a twin in one piece, with the same adapter; not through from_config, since DeepSpeed would cut it
+    # an unsharded copy with the same adapter, not built with from_config, since DeepSpeed would shard it
     inner: Any = policy.get_base_model()
-    trained = policy.active_adapter
+    adapter = policy.active_adapter
     base = sharded.original_class(inner)(copy.deepcopy(inner.config)).to(inner.dtype)
-    # a tied head is merged by itself, and is one tensor with the embedding again if they are equal then
+    # A tied head is merged separately. It is tied to the embedding again if the two are equal after that.
     head = base.get_output_embeddings()
     if tied := head is not None and head.weight is base.get_input_embeddings().weight:
         head.weight = nn.Parameter(head.weight.detach().clone())
-    twin = peft.get_peft_model(base, config_with_default_init(policy.peft_config[trained]), adapter_name=trained)
-    # what a layer has worked out of its base's weight and no state has: AdaMSS, which of its rows go together
-    for copied, layer in zip(adapted_layers(twin), adapted_layers(policy), strict=True):
+    copied = peft.get_peft_model(base, config_with_default_init(policy.peft_config[adapter]), adapter_name=adapter)
+    # values that a layer has computed from its base weight and no state dict has, such as the row groups of AdaMSS
+    for copied_layer, layer in zip(adapted_layers(copied), adapted_layers(policy), strict=True):
         for name in layer.other_param_names:
-            if isinstance(values := getattr(layer, name, None), dict) and trained in values:
-                getattr(copied, name)[trained] = copy.deepcopy(values[trained])
-    for name, tensor in [*twin.named_parameters(), *twin.named_buffers()]:
-        if name in state:  # models keep some in float32
+            if isinstance(values := getattr(layer, name, None), dict) and adapter in values:
+                getattr(copied_layer, name)[adapter] = copy.deepcopy(values[adapter])
+    for name, tensor in [*copied.named_parameters(), *copied.named_buffers()]:
+        if name in state:  # models keep some weights in float32
             tensor.data = tensor.data.to(state[name].dtype)
-    others = set(policy.peft_config) - {trained}
-    twin.load_state_dict({name: tensor for name, tensor in state.items() if not others & set(name.split("."))})
-    buffers = dict(twin.named_buffers())
-    for name, buffer in policy.named_buffers():  # some kinds draw what no state dict has
+    others = set(policy.peft_config) - {adapter}
+    copied.load_state_dict({name: tensor for name, tensor in state.items() if not others & set(name.split("."))})
+    buffers = dict(copied.named_buffers())
+    for name, buffer in policy.named_buffers():  # some adapters have random buffers that are in no state dict
         if name in buffers:
             buffers[name].copy_(buffer)
-    with warnings.catch_warnings(action="ignore"):  # that head and embedding are two tensors for now
-        merged: Any = twin.merge_and_unload()
+    with warnings.catch_warnings(action="ignore"):  # that head and embedding are separate tensors
+        merged: Any = copied.merge_and_unload()
     if tied:
         head = merged.get_output_embeddings()
         embedding = merged.get_input_embeddings()
@@ -181,18 +209,18 @@ def write_merged(
 
 
 def check_mergeable(model: Any) -> None:
-    """Raises InputError where there is nothing to merge, nothing to merge into, or a kind of layer that PEFT cannot."""
+    """Raise InputError if a model has no adapter, or PEFT cannot merge it into the base model."""
     has_adapter = isinstance(model, peft.PeftModel)
-    quantised = has_adapter and getattr(model.get_base_model(), "is_quantized", False)
-    if problem := rules.merge_problem(has_adapter, quantised):
+    quantized = has_adapter and getattr(model.get_base_model(), "is_quantized", False)
+    if problem := rules.merge_problem(has_adapter, quantized):
         raise InputError(problem)
     if any(getattr(adapter, "layer_replication", None) for adapter in model.peft_config.values()):
-        raise InputError("merge_lora: the copies of layer_replication share weights: save it without merge_lora")
-    # of each kind the smallest is copied: a head has gigabytes
-    found = sorted(adapted_layers(model), key=lambda layer: -sum(weight.numel() for weight in layer.parameters()))
+        raise InputError("merge_lora: the copies of layer_replication share weights. Remove merge_lora")
+    # the smallest layer of each class is tried, since a head has gigabytes
+    layers = sorted(adapted_layers(model), key=lambda layer: -sum(weight.numel() for weight in layer.parameters()))
     try:
-        for layer in {type(layer): layer for layer in found}.values():
-            if any(hasattr(weight, "ds_id") for weight in layer.parameters()):  # not whole
+        for layer in {type(layer): layer for layer in layers}.values():
+            if any(hasattr(weight, "ds_id") for weight in layer.parameters()):  # sharded
                 continue
             copied = copy.deepcopy(layer)
             if any(weight.is_meta for weight in layer.parameters()):
@@ -200,66 +228,75 @@ def check_mergeable(model: Any) -> None:
             copied.merge()
     except torch.OutOfMemoryError:
         raise
-    except (ValueError, RuntimeError) as error:  # NotImplementedError too
-        raise InputError(f"merge_lora: PEFT cannot merge this adapter ({error}): save it without merge_lora") from error
+    except (ValueError, RuntimeError) as error:  # NotImplementedError is a RuntimeError
+        raise InputError(f"merge_lora: PEFT cannot merge this adapter ({error}). Remove merge_lora") from error
 
 
 def trained_base_weights(policy: peft.PeftModel) -> list[str]:
-    """Names of trained parameters that PEFT does not save with the adapter: those of the base that the user unfroze."""
-    known = {id(weight) for weight in adapter_state(policy).values()}
-    return [name for name, p in policy.named_parameters() if p.requires_grad and id(p) not in known]
+    """Return the names of trained parameters of the base model, which the user unfroze and PEFT does not save."""
+    saved = {id(weight) for weight in adapter_state(policy).values()}
+    return [name for name, p in policy.named_parameters() if p.requires_grad and id(p) not in saved]
 
 
 def adapter_state(policy: peft.PeftModel) -> dict[str, Tensor]:
-    """The parameters, and buffers (VeRA's projections), that PEFT saves with an adapter, by their saved names."""
+    """Return the parameters and buffers (such as the projections of VeRA) that PEFT saves, by their saved names."""
     state = policy.state_dict(keep_vars=True)
     return peft.get_peft_model_state_dict(policy, state, policy.active_adapter, save_embedding_layers=False)
 
 
 def trained_state(policy: peft.PeftModel) -> dict[str, Tensor]:
-    """Return what is saved of a model with an adapter: `adapter_state`, and parameters of the base that are trained."""
-    named = dict(policy.named_parameters())
-    return adapter_state(policy) | {name: named[name] for name in trained_base_weights(policy)}
+    """Return the saved weights of a model with an adapter: `adapter_state` and trained parameters of the base model."""
+    parameters = dict(policy.named_parameters())
+    return adapter_state(policy) | {name: parameters[name] for name in trained_base_weights(policy)}
 
 
 def adapter_folder(policy: peft.PeftModel, folder: str | Path) -> Path:
-    """Where PEFT saves the active adapter."""
+    """Return the folder in which PEFT saves the active adapter."""
     return Path(folder) if policy.active_adapter == "default" else Path(folder, policy.active_adapter)
 
 
-# ---- the proof
+# ---- verification
 
 
 def check_folder(trainer: TrainerInterface, folder: str | Path, merged: bool) -> None:
-    """`from_pretrained` puts an adapter on top of a whole model in the same folder, which must then be its base.
+    """Raise InputError if a folder has a model and would get an adapter of another model, or the reverse.
 
-    merged: an adapter is saved as part of a whole model. Raises InputError where the two would not belong together.
+    `from_pretrained` would apply the adapter to the model in the same folder.
+
+    Args:
+        trainer: The trainer.
+        folder: The output folder.
+        merged: Whether the adapter is saved as part of a model.
     """
     model = forward.unwrap_model(trainer.model)
     adapter = isinstance(model, peft.PeftModel) and not merged
-    others = [name for name in (_WHOLE if adapter else ("adapter_config.json",)) if Path(folder, name).exists()]
+    others = [name for name in (_MODEL_FILES if adapter else ("adapter_config.json",)) if Path(folder, name).exists()]
     if not others or (adapter and Path(model.get_base_model().config.name_or_path).resolve() == Path(folder).resolve()):
         return
-    kinds = ("an adapter", "a whole model") if adapter else ("a whole model", "an adapter")
+    kinds = ("an adapter", "a full model") if adapter else ("a full model", "an adapter")
     raise InputError(
-        f"{folder} would get {kinds[0]} and holds {kinds[1]} ({others[0]}): from_pretrained would add one to the "
-        "other. Save to another output_dir (resume_from_checkpoint takes a checkpoint's folder), or move it away"
+        f"{folder} would get {kinds[0]} and holds {kinds[1]} ({others[0]}). from_pretrained would add one to the "
+        "other. Set another output_dir (resume_from_checkpoint may be the folder of a checkpoint), or move the files"
     )
 
 
 def check_saved(model: nn.Module, folder: str | Path) -> None:
-    """Compare names, shapes and first rows in the safetensors files of `folder` with the model's or its adapter's.
+    """Compare the safetensors files of a folder with the weights of a model, or of its adapter.
 
-    Raises RuntimeError where a file cannot be read, or a weight is missing, has another shape or other values.
+    Names, shapes and first rows are compared.
+
+    Raises:
+        RuntimeError: If a file cannot be read, or a weight is missing, has another shape or other values.
     """
     inner = forward.unwrap_model(model)
     adapter = isinstance(inner, peft.PeftModel)
-    place = adapter_folder(inner, folder) if adapter else Path(folder)
-    named: dict[str, Tensor] = dict(inner.named_parameters(remove_duplicate=False))
+    weights_folder = adapter_folder(inner, folder) if adapter else Path(folder)
+    weights: dict[str, Tensor] = dict(inner.named_parameters(remove_duplicate=False))
     if adapter:
-        named = trained_state(inner)
+        weights = trained_state(inner)
+
     saved: dict[str, WeightSummary] = {}
-    for file in sorted(place.glob("*.safetensors")):
+    for file in sorted(weights_folder.glob("*.safetensors")):
         try:
             with safe_open(file, framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118
@@ -268,74 +305,89 @@ def check_saved(model: nn.Module, folder: str | Path) -> None:
                     saved[name] = WeightSummary(("", 0), shape, part[:1] if shape else opened.get_tensor(name))
         except (OSError, SafetensorError) as error:
             raise RuntimeError(f"{file} was just saved and cannot be read: {error}") from error
-    expected = {name: WeightSummary.of(weight) for name, weight in named.items()}
+
+    expected = {name: WeightSummary.from_weight(weight) for name, weight in weights.items()}
     if not adapter and any(missing_weights(expected, saved)):
-        expected = hub_format_summaries(inner, named)
+        expected = hub_format_summaries(inner, weights)
     missing = [*missing_weights(expected, saved)]
-    changed = [name for name, weight in expected.items() if name in saved and not weight.starts_as(saved[name])]
+    changed = [name for name, weight in expected.items() if name in saved and not weight.equals_saved(saved[name])]
     if missing or changed:
-        wrong, problem = (missing, "are missing or have another shape") if missing else (changed, "have other values")
+        names, problem = (missing, "are missing or have another shape") if missing else (changed, "have other values")
         raise RuntimeError(
-            f"what was saved in {folder} is not the whole model: {len(wrong)} of {len(expected)} weights {problem}, "
-            f"{wrong[0]} first"
+            f"the files saved in {folder} are not the complete model: {len(names)} of {len(expected)} weights {problem}"
+            f", the first is {names[0]}"
         )
 
 
 class WeightSummary(NamedTuple):
-    """What is compared of a weight."""
+    """Properties of a weight that are compared.
 
-    identity: tuple[str, int]  # the same for the names of a tied weight
+    Attributes:
+        identity: The same for all names of a tied weight.
+        shape: Shape of the unsharded weight.
+        first_row: First row of the weight, or None if an engine has sharded it.
+    """
+
+    identity: tuple[str, int]
     shape: list[int]
-    start: Tensor | None  # its first row; None where an engine has cut the weight
+    first_row: Tensor | None
 
     @classmethod
-    def of(cls, weight: Tensor, layer: str = "") -> "WeightSummary":
-        """Return this of a weight, or of what ZeRO-3 has left of it. `layer` tells apart those that are freed."""
-        shape = list(getattr(weight, "ds_shape", weight.shape))
-        start = None if is_sharded(weight) else weight.detach()[:1] if shape else weight.detach()
-        return cls((layer, id(weight)), shape, start)
+    def from_weight(cls, weight: Tensor, layer: str = "") -> "WeightSummary":
+        """Return the summary of a weight, which may be sharded.
 
-    def starts_as(self, saved: "WeightSummary") -> bool:
-        """Return whether the first row is the one that was saved, as far as it is known."""
-        if self.start is None or saved.start is None or self.shape != saved.shape:
-            return True  # another shape is listed as missing
-        own = self.start.cpu()
-        return torch.equal(saved.start.to(own.dtype).nan_to_num(), own.nan_to_num())
+        Args:
+            weight: The weight.
+            layer: Name of the layer, part of the identity. Temporary tensors of different layers may have equal ids.
+        """
+        shape = list(getattr(weight, "ds_shape", weight.shape))
+        first_row = None if is_sharded(weight) else weight.detach()[:1] if shape else weight.detach()
+        return cls((layer, id(weight)), shape, first_row)
+
+    def equals_saved(self, saved: "WeightSummary") -> bool:
+        """Return whether the first row equals the saved one, or one of the two is unknown."""
+        if self.first_row is None or saved.first_row is None or self.shape != saved.shape:
+            return True  # `missing_weights` yields weights of another shape
+        first_row = self.first_row.cpu()
+        return torch.equal(saved.first_row.to(first_row.dtype).nan_to_num(), first_row.nan_to_num())
 
 
 def missing_weights(expected: Mapping[str, WeightSummary], saved: Mapping[str, WeightSummary]) -> Iterator[str]:
-    """Yield a name of each weight that was not saved in its shape. Of tied weights one name is enough."""
-    there = {each.identity for name, each in expected.items() if name in saved and saved[name].shape == each.shape}
+    """Yield a name of each weight that was not saved with its shape. Tied weights are saved under one name."""
+    saved_identities = {
+        weight.identity for name, weight in expected.items() if name in saved and saved[name].shape == weight.shape
+    }
     for name, weight in expected.items():
-        if weight.identity not in there:
-            there.add(weight.identity)
+        if weight.identity not in saved_identities:
+            saved_identities.add(weight.identity)
             yield name
 
 
-def hub_format_summaries(inner: nn.Module, named: Mapping[str, Tensor]) -> dict[str, WeightSummary]:
-    """Return weights by the names of the hub's format, in which each expert has tensors of its own, for example.
+def hub_format_summaries(inner: PreTrainedModel, weights: Mapping[str, Tensor]) -> dict[str, WeightSummary]:
+    """Return summaries of weights in the format of the Hub, in which for example each expert has separate tensors.
 
-    One layer is converted at a time: on CPU, or without values where an engine has cut it.
+    One layer is converted at a time, on CPU, or without values if an engine has sharded it.
     """
     layers: dict[str, dict[str, Tensor]] = {}
-    for name, weight in named.items():
+    for name, weight in weights.items():
         numbered = re.match(r".*?\.\d+\.", name)
         layers.setdefault(numbered[0] if numbered else "", {})[name] = weight
-    found: dict[str, WeightSummary] = {}
-    for layer, weights in layers.items():
-        cut = any(map(is_sharded, weights.values()))
-        whole: dict[int, Tensor] = {}
-        for weight in weights.values():  # tied weights stay one tensor
-            empty = torch.empty(WeightSummary.of(weight).shape, dtype=weight.dtype, device="meta")
-            whole.setdefault(id(weight), empty if cut else weight.detach().cpu())
-        converted = hub_weights(inner, {name: whole[id(weight)] for name, weight in weights.items()})
-        kept = {name: WeightSummary.of(weight, layer) for name, weight in converted.items()}
-        found |= {name: weight._replace(start=None if cut else weight.start) for name, weight in kept.items()}
-    return found
+    summaries: dict[str, WeightSummary] = {}
+    for layer, layer_weights in layers.items():
+        sharded_layer = any(map(is_sharded, layer_weights.values()))
+        tensors: dict[int, Tensor] = {}
+        for weight in layer_weights.values():  # tied weights stay one tensor
+            empty = torch.empty(WeightSummary.from_weight(weight).shape, dtype=weight.dtype, device="meta")
+            tensors.setdefault(id(weight), empty if sharded_layer else weight.detach().cpu())
+        converted = hub_weights(inner, {name: tensors[id(weight)] for name, weight in layer_weights.items()})
+        for name, weight in converted.items():
+            summary = WeightSummary.from_weight(weight, layer)
+            summaries[name] = summary._replace(first_row=None if sharded_layer else summary.first_row)
+    return summaries
 
 
 def is_sharded(weight: Tensor) -> bool:
-    """Return whether an engine has left a part of a weight here, or nothing."""
+    """Return whether an engine has sharded a weight, so that this rank has a part of it or nothing."""
     return hasattr(weight, "ds_id") or isinstance(weight, DTensor) or weight.is_meta
 
 
@@ -343,53 +395,54 @@ class SavingMixin(TrainerInterface):
     """Methods of `PostTrainer` that save and load."""
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Every weight under every engine, read again and compared; merged where merge_lora says so. All ranks call it.
+        """Save the model, and compare the files with it. An adapter is merged with `merge_lora`. All ranks call it.
 
-        Raises RuntimeError where that is not the whole model, InputError where adapter and model would share a folder.
+        Raises:
+            RuntimeError: If the saved files are not the complete model.
+            InputError: If a full model and an adapter of another one would be in the same folder.
         """
         folder = output_dir or self.args.output_dir
-        # checkpoints, which are resumed, keep the adapter: HF names a folder for them, and none for push_to_hub
+        # Checkpoints keep the adapter, to be resumed. Trainer passes a folder for them, and none for push_to_hub.
         merged = self.args.merge_lora and not (_internal_call and output_dir)
         check_folder(self, folder, merged)
         with input_error_on_write(folder), original_dropout(self.model):
-            if self.args.should_save:  # a tokenizer without a chat template leaves that of an earlier run there
+            if self.args.should_save:  # a tokenizer without a chat template does not replace that of an earlier run
                 Path(folder, "chat_template.jinja").unlink(missing_ok=True)
                 shutil.rmtree(Path(folder, "additional_chat_templates"), ignore_errors=True)
             if merged:
                 save_merged(self, folder)
             else:
-                self._save(
-                    folder, _tied_once(self.model, full_state_dict(self, isinstance(self.model, peft.PeftModel)))
-                )
+                state_dict = full_state_dict(self, isinstance(self.model, peft.PeftModel))
+                self._save(folder, _without_tied_duplicates(self.model, state_dict))
                 if self.args.should_save:
                     check_saved(self.model, folder)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """HF's, and the generation config with the trained turn end, next to an adapter too."""
+        """Save as Trainer does, and the generation config with the trained end of turn, also for an adapter."""
         folder = Path(output_dir or self.args.output_dir)
-        exact = any(tensor.dtype == torch.float32 for tensor in (state_dict or {}).values())
-        generation = set_generation_config(self.model, self.terminal_ids)  # before HF refuses to save it
+        saves_float32 = any(tensor.dtype == torch.float32 for tensor in (state_dict or {}).values())
+        generation = set_generation_config(self.model, self.terminal_ids)  # before Trainer rejects an invalid one
         with without_reference_adapter(self.model, state_dict) as state_dict:
             super()._save(output_dir, state_dict)
             if not self.args.should_save:
                 return
-            if isinstance(self.model, peft.PeftModel) and (trained := trained_base_weights(self.model)):
-                # weights of the base that are trained too: PEFT loads them from the adapter's file, and saves none
+            if isinstance(self.model, peft.PeftModel) and (names := trained_base_weights(self.model)):
+                # PEFT loads trained weights of the base model from the file of the adapter, but does not save them
                 state = state_dict or self.model.state_dict()
                 file = adapter_folder(self.model, folder) / "adapter_model.safetensors"
-                added = {name: state[name].detach().cpu().contiguous() for name in trained}
-                save_file(load_file(file) | added, file, metadata={"format": "pt"})
+                base_weights = {name: state[name].detach().cpu().contiguous() for name in names}
+                save_file(load_file(file) | base_weights, file, metadata={"format": "pt"})
         generation.save_pretrained(folder)
-        # config.json has the dtype of the model in memory; weights that were saved in float32 are to be loaded so
-        if exact and (file := folder / "config.json").exists():
+        # config.json has the dtype of the model in memory, and weights that are saved in float32 must be loaded so
+        if saves_float32 and (file := folder / "config.json").exists():
             config = json.loads(file.read_text(encoding="utf-8"))
             if config.get("dtype") in ("bfloat16", "float16"):
                 file.write_text(json.dumps(config | {"dtype": "float32"}, indent=2) + "\n", encoding="utf-8")
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """HF's, into a folder that gets its name when it is complete; its time is not training time."""
+        """Save a checkpoint in a folder that is renamed after completion. Its time does not count as training time."""
         run = self.args.output_dir
         with self.throughput.paused(), input_error_on_write(run), checkpoint.atomic_checkpoint(self) as folder:
             self.saving_folder = folder
@@ -407,21 +460,24 @@ class SavingMixin(TrainerInterface):
             self._push_from_checkpoint(f"{self.args.output_dir}/checkpoint-{self.state.global_step}")
 
     def _get_output_dir(self, trial: Any) -> str:
-        """Return the folder of checkpoints: while one is saved, the one that has incomplete checkpoints."""
+        """Return the folder of checkpoints. While a checkpoint is saved, it is the one of incomplete checkpoints."""
         return self.saving_folder or super()._get_output_dir(trial)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Push a checkpoint to the Hub once it is complete. Trainer would push it while it is saved."""
+        """Push a checkpoint to the Hub after it is complete. Trainer would push it while it is saved."""
         if self.saving_folder is None:
             super()._push_from_checkpoint(checkpoint_folder)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """HF copies tensors by name, and so leaves out those that are saved under other names (fused experts)."""
+        """Load the weights of a checkpoint.
+
+        Trainer copies tensors by name, and would omit those that are saved under other names (fused experts).
+        """
         if _loads_pretrained(self):
-            own = self.model if model is None else model
+            target = self.model if model is None else model
             with input_error_on_load(resume_from_checkpoint):
-                loaded = type(own).from_pretrained(resume_from_checkpoint, config=own.config, dtype="auto")
-                own.load_state_dict(loaded.state_dict())
+                loaded = type(target).from_pretrained(resume_from_checkpoint, config=target.config, dtype="auto")
+                target.load_state_dict(loaded.state_dict())
             return
         with input_error_on_load(resume_from_checkpoint):
             if _adapter_in_fsdp(self) and not any(Path(resume_from_checkpoint).glob("pytorch_model_fsdp*")):
@@ -430,28 +486,33 @@ class SavingMixin(TrainerInterface):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Load as Trainer does. Raises InputError for files of another optimizer or model."""
+        """Load as Trainer does.
+
+        Raises:
+            InputError: If the files are of another optimizer or model.
+        """
         with input_error_on_load(checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_best_model(self) -> None:
-        """Load the best checkpoint. Trainer leaves out fused experts, and adapters with another name than default."""
+        """Load the best checkpoint. Trainer would omit fused experts, and adapters with a name other than default."""
         if engine.changes_weights(self.accelerator) and not _adapter_in_fsdp(self):
             super()._load_best_model()
         else:
             self._load_from_checkpoint(str(self.state.best_model_checkpoint))
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Write the model card of Trainer, unless the folder has that of the report, which has more.
+        """Write the model card of Trainer, unless the folder has the more detailed one of the report.
 
-        dataset_name: the name that TRL has for `dataset`.
+        `dataset_name` is accepted for `dataset`, as in TRL.
         """
         if "dataset_name" in kwargs:
             kwargs["dataset"] = kwargs.pop("dataset_name")
         card = Path(self.args.output_dir, "README.md")
         if not (card.exists() and CARD_MARKER in card.read_text(encoding="utf-8", errors="replace")):
             if not args[2:]:  # the third positional argument is tags
-                own = getattr(self.scored[0], "model_tags", None) or []
-                given = kwargs.get("tags") or []
-                kwargs["tags"] = list(dict.fromkeys([*([given] if isinstance(given, str) else given), *own]))
+                model_tags = getattr(self.scored[0], "model_tags", None) or []
+                tags = kwargs.get("tags") or []
+                tags = [tags] if isinstance(tags, str) else tags
+                kwargs["tags"] = list(dict.fromkeys([*tags, *model_tags]))
             super().create_model_card(*args, **kwargs)

@@ -376,7 +376,7 @@ def test_an_error_within_a_step_keeps_the_rollouts_of_that_step(tmp_path):
             return distill(*args)
 
         broken.distill = fail
-        with pytest.raises(ServerError, match=r"the teacher is gone; checkpoint-3 is saved"):
+        with pytest.raises(ServerError, match=r"the teacher is gone\. checkpoint-3 is saved"):
             broken.train()
     assert losses_ahead(tmp_path / "resumed", str(tmp_path / "broken" / "checkpoint-3"), **config) == whole
 
@@ -562,7 +562,7 @@ def test_contradictions_are_refused(config, message, vllm, tmp_path):
 def test_a_missing_package_is_refused(monkeypatch, tmp_path):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *args: None if name == "vllm" else find(name, *args))
-    with pytest.raises(InputError, match="requires the package vllm. Install it with pip install"):
+    with pytest.raises(InputError, match=r"requires the package vllm\. Install it with pip install"):
         OPDConfig(output_dir=str(tmp_path), use_cpu=True, sampler="vllm_colocate")
     config = {"sampler": {"kind": "vllm_server", "base_url": "http://a:1"}}
     OPDConfig(output_dir=str(tmp_path), use_cpu=True, **config)

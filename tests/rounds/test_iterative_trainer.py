@@ -322,7 +322,7 @@ def test_a_server_that_is_lost_in_a_round_costs_what_it_had_not_answered(tmp_pat
         return score(questions)
 
     lost.judge.score = fail
-    with pytest.raises(ServerError, match="the judge is gone; checkpoint-3 is saved"):
+    with pytest.raises(ServerError, match=r"the judge is gone\. checkpoint-3 is saved"):
         lost.train()
     again = trainer("dpo", tmp_path / "lost", save_strategy="steps", save_steps=100)
     answered, sample = [], again.sampler.sample

@@ -231,7 +231,7 @@ def test_an_incomplete_save_raises(tmp_path, monkeypatch):
         weights | {name: torch.zeros(0)},
     ):  # fmt: skip
         save_file(broken, file)
-        with pytest.raises(RuntimeError, match="is not the whole model"):
+        with pytest.raises(RuntimeError, match="are not the complete model"):
             saving.check_saved(model, tmp_path)
     for cut in (b"", whole[:100], whole[:-100]):
         file.write_bytes(cut)
@@ -239,7 +239,7 @@ def test_an_incomplete_save_raises(tmp_path, monkeypatch):
             saving.check_saved(model, tmp_path)
     monkeypatch.setattr(PreTrainedModel, "save_pretrained", lambda self, folder, **kwargs: None)
     trainer = trainer_for("sft", model, token_rows("sft"), tmp_path)
-    with pytest.raises(RuntimeError, match="is not the whole model"):
+    with pytest.raises(RuntimeError, match="are not the complete model"):
         trainer.save_model(tmp_path / "new")
 
 
@@ -549,7 +549,7 @@ def test_ctrl_c_saves_once_and_promises_what_is_there(again, tmp_path, capfd):
     assert "Ctrl-C: saving after this step; again to stop at once" in capfd.readouterr().err
     saved = [path.name for path in visible(tmp_path)]
     assert saved == ([] if again else ["checkpoint-2"])
-    assert ("checkpoint-2 is saved; the same command with" in str(raised.value)) is not again
+    assert ("checkpoint-2 is saved. To resume, run the same command with" in str(raised.value)) is not again
 
 
 @pytest.mark.slow
@@ -637,7 +637,7 @@ def test_what_is_saved_in_the_hubs_format_is_compared_by_name(name, tmp_path):
     state = load_file(file)
     for change in ({"module." + key: value for key, value in state.items()}, swapped(state)):
         save_file(change, file, metadata={"format": "pt"})
-        with pytest.raises(RuntimeError, match="is not the whole model"):
+        with pytest.raises(RuntimeError, match="are not the complete model"):
             saving.check_saved(model, tmp_path)
 
 
