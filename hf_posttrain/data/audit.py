@@ -175,7 +175,7 @@ class DataAudit:
         if not self.kept:
             return [
                 f"{self.name}: all {self.examples} examples are dropped, because they have no trained token."
-                " Raise max_length"
+                " Increase max_length"
             ]
 
         # effects of max_length
@@ -187,10 +187,10 @@ class DataAudit:
         lengths = f"the longest has {max_tokens} tokens"
         if self.reserved:
             lengths = f"{self.reserved} tokens are reserved for the answer, and the longest prompt has {max_tokens}"
-        fix = f"Raise max_length from {self.max_length} ({lengths}) or shorten the rows"
+        fix = f"Increase max_length from {self.max_length} ({lengths}) or shorten the rows"
         if dropped > DROPPED_SHARE * self.examples:
             by_length = any("max_length" in tally.reason for tally in self.dropped)
-            dropped_fix = fix if by_length else "Fix empty answers or masks"
+            dropped_fix = fix if by_length else "Correct empty answers and masks"
             problem = "examples are dropped, because they have no trained token"
             problems.append(f"{dropped} of {self.examples} {problem}. {dropped_fix}")
         if endless > ENDLESS_SHARE * self.kept:

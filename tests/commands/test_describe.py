@@ -190,7 +190,7 @@ REFUSED = [  # row, arguments, what to do
     ({"messages": [{"speaker": "me", "text": "hi"}]}, ["--method", "sft"],
      r"sft: row 0: column 'messages': message 0 has no role, expected {role, content}"),
     ({"prompt": "Q: what is two and two?\nA:", "completion": "Q: what is two and two?\nA: 4"}, ["--method", "sft"],
-     "sft: data: columns prompt . completion: answers begin with the whole prompt: cut it off"),
+     "sft: data: columns prompt . completion: answers begin with the whole prompt. Remove it"),
 ]  # fmt: skip
 
 

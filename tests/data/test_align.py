@@ -5,7 +5,7 @@ import random
 import pytest
 from tokenizers_for_tests import base_tokenizer, byte_tokenizer, gpt2_tokenizer, llama2_tokenizer, words_tokenizer
 
-from hf_posttrain.data.align import INCOMPLETE_CHARACTER, Aligner, token_bytes, shared_ids, decode_bytes
+from hf_posttrain.data.align import INCOMPLETE_CHARACTER, Aligner, decode_bytes, shared_ids, token_bytes
 from hf_posttrain.errors import InputError
 
 TOKENIZERS = {"byte": byte_tokenizer, "gpt2": gpt2_tokenizer, "llama": llama2_tokenizer}
@@ -71,7 +71,9 @@ def test_longer_tokens_are_all_that_the_student_lacks_and_that_span_an_end(one, 
     """By a search of the whole vocabulary, from each token on back as far as there is one."""
     both = aligner(one, other)
     ids = both.teacher(text, add_special_tokens=False)["input_ids"] + [both.teacher_eos_id]
-    lacking = {token: spelt for token, spelt in both.teacher_bytes.items() if spelt not in {*both.student_bytes.values()}}
+    lacking = {
+        token: spelt for token, spelt in both.teacher_bytes.items() if spelt not in {*both.student_bytes.values()}
+    }
     expected = [[] for _ in ids]
     for end in range(1, len(ids)):
         for start in reversed(range(end)):
@@ -145,7 +147,9 @@ def test_a_rollout_that_ends_within_a_character_is_aligned_up_to_there(one, othe
     ids = both.student("costs 42 \u20ac", add_special_tokens=False)["input_ids"]
     whole = both(ids)
     assert min(whole.chunks) == 0
-    if (cut := ids[:-1]) and decode_bytes(both.student_bytes, cut)[0].endswith(b"42 \xe2\x82"):  # the character is of several tokens
+    if (cut := ids[:-1]) and decode_bytes(both.student_bytes, cut)[0].endswith(
+        b"42 \xe2\x82"
+    ):  # the character is of several tokens
         found = both(cut)
         inside = found.chunks.count(INCOMPLETE_CHARACTER)
         assert 1 <= inside <= 2

@@ -123,7 +123,9 @@ def test_a_misspelt_column_is_a_warning_and_another_one_is_named(audited):
     rows = [{"promt": "2+2=", "chosen": "it is 4", "rejected": "it is 5", "source": "me"}] * 2
     found = audited("dpo", rows)
     [warning] = [line for line in found.warnings() if "promt" in line]
-    assert warning == "train: column 'promt' is not read: did you mean 'prompt'? (columns: {prompt: promt})"
+    assert (
+        warning == "train: column 'promt' is not read; did you mean 'prompt'? Rename it with columns: {prompt: promt}"
+    )
     assert any("columns not read: " in note and "source" in note for note in found.notes)
     assert not any("did you mean" in note for note in found.notes)
 
@@ -139,7 +141,7 @@ def test_dropped_rows_have_their_reason(audited):
     assert found.lengths["trained"] == {"min": 1, "p50": 1, "p95": 1, "p99": 1, "max": 1, "mean": 1.0}
     assert audited("sft", rows).dropped == [Truncation(2, [2, 4], "no trained token")]
     assert audited("sft", rows[2:3], max_length=3).warnings() == [
-        "train: all 1 examples are dropped, because they have no trained token. Raise max_length"
+        "train: all 1 examples are dropped, because they have no trained token. Increase max_length"
     ]
 
 
@@ -160,7 +162,7 @@ def test_lengths_of_opd_are_those_that_max_length_limits(audited, tmp_path, capl
     assert (found.lengths["total"], found.lengths["uncut"]["max"]) == (None, 9)
     assert found.truncated == [Truncation(1, [2], "prompt trimmed")]
     found = audited("opd", rows[2:], max_length=16, max_completion_length=10)
-    remedy = "Raise max_length from 16 (10 tokens are reserved for the answer, and the longest prompt has 9)"
+    remedy = "Increase max_length from 16 (10 tokens are reserved for the answer, and the longest prompt has 9)"
     assert found.warnings() == [f"train: 1 of 1 examples are truncated. {remedy} or shorten the rows"]
     config = config_for("opd", tmp_path, max_length=16, max_completion_length=10)
     with caplog.at_level(logging.INFO):
@@ -270,13 +272,13 @@ GOOD = {"prompt": "q", "completion": "answer"}
     ("method", "rows", "options", "warning"),
     [
         ("sft", [{"prompt": "q", "completion": "a" * n} for n in range(1, 9)], {"max_length": 7},
-         "train: 3 of 8 examples lose the end of a completion, from which the model learns to stop. Raise max_length"
+         "train: 3 of 8 examples lose the end of a completion, from which the model learns to stop. Increase max_length"
          " from 7 (the longest has 10 tokens) or shorten the rows"),
         ("sft", [{"prompt": "q" * n, "completion": "a"} for n in range(1, 6)], {"max_length": 4},
-         "train: 3 of 5 examples are truncated. Raise max_length from 4 (the longest has 7 tokens) or shorten the"
+         "train: 3 of 5 examples are truncated. Increase max_length from 4 (the longest has 7 tokens) or shorten the"
          " rows"),
         ("sft", [{"prompt_ids": [1], "completion_ids": [n], "completion_mask": [n]} for n in (0, 1)], {},
-         "train: 1 of 2 examples are dropped, because they have no trained token. Fix empty answers or masks"),
+         "train: 1 of 2 examples are dropped, because they have no trained token. Correct empty answers and masks"),
         ("sft", [{"text": "ab"}, {"text": "a"}], {"max_length": 2},
          "train: 2 of 2 examples train a single token. Check that the columns are the right ones (first rows 0, 1)"),
         ("sft", [GOOD, GOOD], {}, "train: 1 of 2 examples repeat an earlier one. Remove them (first rows 1)"),
@@ -285,9 +287,11 @@ GOOD = {"prompt": "q", "completion": "answer"}
         ("kto", [{**GOOD, "label": True}, {**GOOD, "label": False}], {},
          "train: 2 of 2 answers are labelled desirable and undesirable. Keep one label (first rows 0, 1)"),
         ("kto", [{**GOOD, "prompt": p, "label": True} for p in "pq"], {},
-         "train: 2 desirable and 0 undesirable examples. Training requires both labels. Add examples of the missing one"),
+         "train: 2 desirable and 0 undesirable examples. Training requires both labels. Add examples of"
+         " the missing one"),
         ("kto", [{**GOOD, "prompt": p, "label": p == "p"} for p in "pqrstu"], {},
-         "train: 1 desirable and 5 undesirable examples, whose total weights are 0.2 to 1. Set train.desirable_weight=auto"),
+         "train: 1 desirable and 5 undesirable examples, whose total weights are 0.2 to 1. Set"
+         " train.desirable_weight=auto"),
     ],
 )  # fmt: skip
 def test_what_would_ruin_training(audited, method, rows, options, warning):
@@ -313,7 +317,7 @@ def test_lines_and_json(audited):
     found = audited("kto", rows, max_length=6)
     assert found.lines() == [
         "train: 5 rows read as 5 examples",
-        "  the rows are plain text, without the chat template that the tokenizer has; a model that is to chat wants"
+        "  the rows are plain text, and the tokenizer's chat template is not applied. A chat model requires"
         " messages, or apply_chat_template: true",
         "  dropped: 0",
         "  truncated: 2 (first rows 3, 4), prompt trimmed",

@@ -358,7 +358,7 @@ def test_rows_with_an_empty_answer_are_dropped_and_counted(method, good, empty, 
         out = prepare([good, empty, good], method, **options)
     assert out[:] == prepare([good, good], method, **options)[:]
     assert "3 rows read, 0 truncated (max_length None), 1 dropped (no trained token left; first rows 1)" in caplog.text
-    with pytest.raises(InputError, match=r"2 dropped .*: nothing to train on; .* or mend empty answers"):
+    with pytest.raises(InputError, match=r"2 dropped .*: nothing to train on. .* or correct empty answers"):
         prepare([empty, empty], method, **options)
 
 
@@ -375,8 +375,8 @@ def test_rows_with_unknown_tokens_are_counted(caplog):
         caplog.clear()
         prepare(rows, method, tokenizer)
         assert caplog.messages == [
-            "train: 2 rows hold the unknown token, for text outside the tokenizer's vocabulary (first rows 1, 2): "
-            "clean them, or use another tokenizer"
+            "train: 2 rows hold the unknown token, for text outside the tokenizer's vocabulary (first rows 1, 2). "
+            "Clean them, or use another tokenizer"
         ]
     caplog.clear()
     prepare(rows[:1], "dpo", tokenizer)
@@ -446,7 +446,7 @@ def test_prompt_leaves_room_for_the_rollout():
 def test_assistant_only_without_generation_tags(template):
     rows = [{"messages": [USER, REPLY]}]
     assert texts(rows, "sft", tok.byte_tokenizer(template), assistant_only_loss=True) == [(ASKED, *["4" + END] * 2)]
-    with pytest.raises(InputError, match=r"train, row 0: column 'messages': no turn is an assistant's"):
+    with pytest.raises(InputError, match=r"train, row 0: column 'messages': there is no assistant turn"):
         prepare([{"messages": [USER]}], "sft", tok.byte_tokenizer(template), assistant_only_loss=True)
 
 
@@ -523,10 +523,10 @@ def test_boundary_from_the_full_render_or_an_error_with_its_row():
     ("row", "method", "message"),
     [
         ({"prompt": "q", "completion": 7}, "sft", "row 1: column 'completion': expected a string or a list .*found 7"),
-        ({"completion": "a"}, "sft", "row 1: column 'prompt': missing or null, this row has completion$"),
-        ({"messages": None, "extra": 1}, "sft", "row 1: column 'messages': missing or null, this row has extra$"),
+        ({"completion": "a"}, "sft", "row 1: column 'prompt': missing or null. This row has completion$"),
+        ({"messages": None, "extra": 1}, "sft", "row 1: column 'messages': missing or null. This row has extra$"),
         ({"prompt": [USER], "completion": [REPLY]}, "sft", "row 1: .*plain text and some hold messages"),
-        ({"prompt": [USER], "completion": "a"}, "sft", "row 1: .*expected one kind"),
+        ({"prompt": [USER], "completion": "a"}, "sft", "row 1: .*Use one type for all of them"),
         ({"prompt": [USER], "completion": [MORE]}, "sft", "row 1: .*last turn is 'user', expected 'assistant'"),
         ({"prompt": [{"text": "q"}], "completion": "a"}, "sft", "row 1: column 'prompt': message 0 has no role"),
     ],
@@ -549,7 +549,7 @@ def test_label_that_is_not_boolean(label, method, tmp_path):
 @pytest.mark.parametrize("method", names_where(lambda method: method.rows.needs_prompt))
 def test_empty_prompt_needs_a_bos(method):
     rows = [raw_row(METHODS[method].rows, prompt="")]
-    with pytest.raises(InputError, match=rf"row 0: columns prompt.*: empty prompt, {method} needs a prompt"):
+    with pytest.raises(InputError, match=rf"row 0: columns prompt.*: the prompt is empty, and {method} requires a prompt"):
         prepare(rows, method)
     assert prepare(rows, method, tok.bos_tokenizer())[0]["prompt_ids"] == [256]
 
@@ -557,7 +557,7 @@ def test_empty_prompt_needs_a_bos(method):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"prompt_ids": [1], "completion_ids": []}, "0 truncated .*, 1 dropped .*: nothing to train on; .* mend empty"),
+        ({"prompt_ids": [1], "completion_ids": []}, "0 truncated .*, 1 dropped .*: nothing to train on. .* correct empty"),
         ({"input_ids": [1, 0], "attention_mask": [1, 0]}, "row 0: columns input_ids: the row is padded. Write one"),
         ({"prompt_ids": [0], "completion_ids": [1], "attention_mask": [0, 1]}, "the row is padded"),
         ({"input_ids": [1, 2], "seq_lengths": [1, 1]}, "row 0: columns input_ids: several examples are packed"),
@@ -567,7 +567,7 @@ def test_empty_prompt_needs_a_bos(method):
         ({"input_ids": [1, 2], "labels": [2, -100]}, "the token of 'input_ids' at the same position"),
         ({"input_ids": [1.5, 2.0]}, "column 'input_ids': expected a list of token ids"),
         ({"text": 3}, "column 'text'"),
-        ({"prompt_ids": [1], "completion_ids": [259]}, r"token id 259 is none of the tokenizer's 259"),
+        ({"prompt_ids": [1], "completion_ids": [259]}, r"token id 259 is not in the tokenizer's vocabulary of 259 ids"),
     ],
 )
 def test_bad_tokenised_rows(row, message):
@@ -579,7 +579,7 @@ def test_assistant_only_needs_offsets():
     tokenizer = ByT5Tokenizer()  # a slow one
     tokenizer.chat_template = tok.CHATML
     assert prepare([{"messages": [USER, REPLY]}], "sft", tokenizer)
-    with pytest.raises(InputError, match="assistant_only_loss needs a fast tokenizer: ByT5Tokenizer"):
+    with pytest.raises(InputError, match="assistant_only_loss requires a fast tokenizer. ByT5Tokenizer"):
         prepare([{"messages": [USER, REPLY]}], "sft", tokenizer, assistant_only_loss=True)
 
 
@@ -592,11 +592,11 @@ def test_detect_names_what_the_method_reads():
 
 
 def test_contradictory_loss_options():
-    with pytest.raises(InputError, match="completion_only_loss needs prompt and completion, the data has messages"):
+    with pytest.raises(InputError, match="completion_only_loss requires prompt and completion, and the data has messages"):
         prepare([{"messages": [USER, REPLY]}], "sft", completion_only_loss=True)
-    with pytest.raises(InputError, match="assistant_only_loss needs messages"):
+    with pytest.raises(InputError, match="assistant_only_loss requires messages"):
         prepare([{"text": "a b"}], "sft", assistant_only_loss=True)
-    with pytest.raises(InputError, match="assistant_only_loss needs messages"):
+    with pytest.raises(InputError, match="assistant_only_loss requires messages"):
         prepare([GOOD], "sft", assistant_only_loss=True)
     with pytest.raises(InputError, match=r"row 0: messages require a chat template"):
         prepare([{"messages": [USER, REPLY]}], "sft", tok.words_tokenizer())
@@ -750,7 +750,7 @@ def test_what_is_no_data_set_is_refused(tmp_path, monkeypatch, caplog):
     for home in ("~", str(tmp_path.parent)):
         with pytest.raises(InputError, match="is the home folder or a parent of it. Set the path of a file"):
             load(source(home))
-    with pytest.raises(InputError, match=r"none that sft reads.*; here columns: {prompt: question, completion: answ"):
+    with pytest.raises(InputError, match=r"not supported by sft.*; here columns: {prompt: question, completion: answ"):
         prepare(load(source(path)), "sft")
 
 
@@ -840,7 +840,7 @@ def test_a_column_may_keep_its_name(streaming, tmp_path):
 
 
 def test_assistant_only_loss_is_refused_on_ids():
-    with pytest.raises(InputError, match="assistant_only_loss needs messages, the data has input_ids"):
+    with pytest.raises(InputError, match="assistant_only_loss requires messages, and the data has input_ids"):
         prepare([{"input_ids": [5, 6, 7]}], "sft", assistant_only_loss=True)
 
 
@@ -1056,7 +1056,7 @@ def test_plain_strings_as_chat(method):
     assert plain[:] != prepare(text, method)[:]
     with pytest.raises(InputError, match="needs a column 'prompt'"):
         prepare([{"text": "a"}], "sft", apply_chat_template=True)
-    with pytest.raises(InputError, match="apply_chat_template needs a chat template, the tokenizer has none"):
+    with pytest.raises(InputError, match="apply_chat_template requires a chat template, and the tokenizer has none"):
         prepare(text, method, tok.words_tokenizer(), apply_chat_template=True)
 
 
@@ -1128,7 +1128,7 @@ def test_template_switches_of_rows_without_messages_are_told(caplog):
     with caplog.at_level(logging.INFO, "hf_posttrain.data"):
         prepare([{"prompt": "p", "completion": "c"}], "sft", chat_template_kwargs={"enable_thinking": False})
         prepare([{"input_ids": [1, 2]}], "sft", chat_template_kwargs={"enable_thinking": False})
-    assert caplog.text.count("chat_template_kwargs: no row goes through the chat template") == 2
+    assert caplog.text.count("chat_template_kwargs: the chat template is applied to no row") == 2
 
 
 @pytest.mark.parametrize(
@@ -1178,8 +1178,8 @@ def test_a_misspelt_column_and_plain_rows_are_each_told_in_a_line(caplog):
     rows = [{"promt": "q", "chosen": "what a", "rejected": "what b"}]
     with caplog.at_level(logging.INFO):
         prepare(rows, "dpo", tok.byte_tokenizer())
-    assert "train: column 'promt' is not read: did you mean 'prompt'? (columns: {prompt: promt})" in caplog.messages
-    plain = "train: the rows are plain text, without the chat template that the tokenizer has"
+    assert "train: column 'promt' is not read; did you mean 'prompt'? Rename it with columns: {prompt: promt}" in caplog.messages
+    plain = "train: the rows are plain text, and the tokenizer's chat template is not applied"
     assert sum(message.startswith(plain) for message in caplog.messages) == 1
     caplog.clear()
     with caplog.at_level(logging.INFO):

@@ -239,12 +239,12 @@ def test_photographs_stand_upright(tmp_path):
         ({"messages": [{"role": "user", "content": "<image> <image>"}, *said("yes")], "images": [LOGO]},
          "it has 1 images, and the text 2 <image>"),
         ({"messages": [user(image(LOGO), "<|image_pad|>"), *said("yes")]}, "the chat template writes 2 image tokens"),
-        ({"messages": [user("<|image_pad|>"), *said("yes")]}, "take the token of pictures out of the text"),
-        ({"prompt": "What?", "completion": "yes", "images": [LOGO]}, "a row with pictures needs messages"),
+        ({"messages": [user("<|image_pad|>"), *said("yes")]}, "Remove the image token from the text"),
+        ({"prompt": "What?", "completion": "yes", "images": [LOGO]}, "a row with images requires messages"),
         ({"messages": [user(f"a{MARK}"), *said("yes")]}, "U.FDD0"),
         ({"messages": [user("What?"), *said("yes")], "images": [LOGO, None]}, "an image is null"),
         ({"messages": [user("What?"), *said("yes")], "images": [LOGO], "image": LOGO}, "Put all into one"),
-        ({"text": "What is it?", "image": LOGO}, "a row with pictures needs messages"),
+        ({"text": "What is it?", "image": LOGO}, "a row with images requires messages"),
         ({"messages": [{"role": "user", "content": "<image>What?"}, *said("yes")], "images": []},
          "the text has 1 <image>, and the row has no image"),
         ({"messages": [user(image(LOGO), "<image> What?"), *said("yes")]},
@@ -272,7 +272,7 @@ def test_16_bits_are_not_white():
 
 def test_pictures_in_one_of_two_answers_are_refused():
     answer = [{"role": "assistant", "content": [image(LOGO), {"type": "text", "text": "this"}]}]
-    with pytest.raises(InputError, match="a picture stands in an answer"):
+    with pytest.raises(InputError, match="an image is in an answer"):
         prepared([{"prompt": [user("draw")], "chosen": answer, "rejected": said("no")}] * 2, "dpo")
 
 
@@ -334,7 +334,7 @@ def test_no_picture_is_ever_cut(kind, caplog):
             continue
         assert {count(row) for row in found} == {expected}
         if len(found) < len(rows):
-            assert "rows are left out, whose pictures max_length cuts" in caplog.text
+            assert "rows are left out, since max_length would truncate their images" in caplog.text
             seen.add("some")
     assert seen == {"none", "some"}
 

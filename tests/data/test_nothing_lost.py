@@ -70,7 +70,7 @@ def test_columns_that_are_not_read_are_named_once_in_a_run_and_in_a_check(caplog
     assert audit.notes == [told]
     assert f"  {told}" in audit.lines()
     audit = audit_datasets(raw, METHODS["sft"], byte_tokenizer(), config())["train"]
-    assert "all turns are trained, the users' too" in audit.notes[1]
+    assert "all turns are trained, including user turns" in audit.notes[1]
 
 
 def test_a_part_of_the_prompt_beside_a_prompt_is_warned_of(caplog):
@@ -124,7 +124,7 @@ def test_columns_may_change_places(streaming, tmp_path):
 def test_prompts_that_are_rendered_already_do_not_go_through_the_template():
     rows = [{"prompt": ASKED, "completion": "4"}] * 3
     for method in ("sft", "opd"):
-        with pytest.raises(InputError, match=r"the prompts hold '<\|im_start\|>', .* set apply_chat_template: false"):
+        with pytest.raises(InputError, match=r"the prompts contain '<\|im_start\|>', .* Set `apply_chat_template: false`"):
             prepare(rows, method, apply_chat_template=True)
     # one prompt may speak of it
     assert len(prepare([*rows, {"prompt": "2+2=", "completion": "4"}], "sft", apply_chat_template=True)) == 4
@@ -207,7 +207,7 @@ def test_rows_are_the_same_on_every_day(template, caplog):
         caplog.clear()
         [(prompt, *_)] = texts([row], "sft", byte_tokenizer(template), chat_template_kwargs=given)
         assert prompt.startswith(f"Today: {day}\n")
-        told = "the chat template makes no use of: today's date but always 26 Jul 2024 (in 1 example)"
+        told = "the chat template does not use: today's date but always 26 Jul 2024 (in 1 example)"
         assert caplog.messages == [f"train: {told}"] * (not given)
 
 
@@ -228,7 +228,7 @@ def test_switches_that_the_template_does_not_have_are_refused(given, message, ca
     for template, switch in ((CHATML, "effort"), (CHATML_GENERATION, "effort"), (other, "enable_thinking")):
         caplog.clear()
         prepare([{"messages": [USER, REPLY]}], "sft", byte_tokenizer(template), chat_template_kwargs={switch: False})
-        told = f"the chat template makes no use of: chat_template_kwargs {switch!r} (in 1 example)"
+        told = f"the chat template does not use: chat_template_kwargs {switch!r} (in 1 example)"
         assert caplog.messages == [f"train: {told}"]
 
 
@@ -261,7 +261,7 @@ def test_switches_of_several_templates_by_name(caplog):
     tokenizer.chat_template = {"default": CHATML, "tool_use": TOOLED}
     row = {"messages": [USER, REPLY]}
     prepare([row], "sft", tokenizer, chat_template_kwargs={"compact": True})  # of rows with tools
-    told = "the chat template makes no use of: chat_template_kwargs 'compact' (in 1 example)"
+    told = "the chat template does not use: chat_template_kwargs 'compact' (in 1 example)"
     assert caplog.messages == [f"train: {told}"]
     with pytest.raises(InputError, match="does not know 'compct'; did you mean 'compact'"):
         prepare([row], "sft", tokenizer, chat_template_kwargs={"compct": True})
@@ -273,7 +273,7 @@ def test_switches_of_rows_are_checked_too(caplog):
         prepare([row], "sft", byte_tokenizer(QWEN3))
     stream = datasets.Dataset.from_list([row | {"chat_template_kwargs": {"effort": 1}}] * 3).to_iterable_dataset()
     assert len(list(prepare(stream, "sft", byte_tokenizer(QWEN3)))) == 3
-    said = "makes no use of: chat_template_kwargs 'effort' (row 0 of this stream, and maybe others)"
+    said = "does not use: chat_template_kwargs 'effort' (row 0 of this stream, and maybe others)"
     assert [said in message for message in caplog.messages] == [True]
 
 
@@ -284,7 +284,7 @@ def test_rows_of_text_and_of_messages_are_not_mixed_beyond_a_batch_either(tmp_pa
 
 
 def test_a_conversation_without_an_answer_is_refused():
-    with pytest.raises(InputError, match="row 1: column 'messages': no turn is an assistant's, so there is no answer"):
+    with pytest.raises(InputError, match="row 1: column 'messages': there is no assistant turn, so there is no answer"):
         prepare([{"messages": [USER, REPLY]}, {"messages": [USER, USER]}], "sft")
     assert len(prepare([{"messages": [USER]}], "opd")) == 1
 
@@ -297,7 +297,7 @@ def test_a_turn_that_is_not_to_be_trained_is_refused_where_it_would_be(mark):
     assert len(prepare([row], "opd")) == 1
     assert len(prepare([{"prompt": row["messages"][:3], "completion": [REPLY]}], "sft")) == 1
     others = [{"messages": [{**USER, **mark}, REPLY]}]
-    with pytest.raises(InputError, match=r"a turn of 'user' .* set train_on: assistant, which leaves it"):
+    with pytest.raises(InputError, match=r"a turn of 'user' .* Set `train_on: assistant`, which excludes it"):
         prepare(others, "sft")
     assert len(prepare(others, "sft", assistant_only_loss=True)) == 1
 
@@ -321,7 +321,7 @@ LONG = "What is two and two?"
 )
 def test_answers_that_hold_their_prompts_are_refused(rows, method, refused):
     if refused:
-        with pytest.raises(InputError, match=r"^train: columns prompt .*: answers begin with the whole prompt: "):
+        with pytest.raises(InputError, match=r"^train: columns prompt .*: answers begin with the whole prompt. Remove "):
             prepare(rows, method)
     else:
         assert len(prepare(rows, method)) == len(rows)
@@ -336,7 +336,7 @@ def test_messages_that_are_written_as_text_are_refused(write):
         ({"prompt": "2+2?", "completion": write([{"name": None, **REPLY}])}, "sft"),
         ({"prompt": write(USER), "completion": "4"}, "sft"),
     ]:  # fmt: skip
-        with pytest.raises(InputError, match=r"is messages written as text: make lists of them with json.loads"):
+        with pytest.raises(InputError, match=r"is a list of messages as text. Convert it with json.loads"):
             prepare([row, row], method)
     for texts_of in (
         lambda text: (write([USER]), text),  # one answer that is such a text may be one
@@ -377,7 +377,7 @@ def test_a_row_may_have_template_options_of_its_own():
         ({"messages": [USER, REPLY], "chat_template_kwargs": "a"}, "row 0: column 'chat_template_kwargs': exp"),
         ({"messages": [USER, REPLY], "chat_template_kwargs": {"tokenize": 1}}, "tokenize cannot be set"),
         ({"messages": [USER, REPLY], "chat_template_kwargs": {"enable_thinking": "false"}}, "treat as true. Write"),
-        ({"prompt": "2+2?", "completion": "4", "chat_template_kwargs": {"a": 1}}, "the row is plain text otherwise"),
+        ({"prompt": "2+2?", "completion": "4", "chat_template_kwargs": {"a": 1}}, "requires messages, and the row is plain text"),
     ):
         with pytest.raises(InputError, match=message):
             prepare([row], "sft", tokenizer)
@@ -385,7 +385,7 @@ def test_a_row_may_have_template_options_of_its_own():
 
 def test_tools_next_to_plain_text_are_refused():
     row = {"prompt": "2+2?", "completion": "4", "tools": [{"name": "add"}]}
-    with pytest.raises(InputError, match="row 0: column 'tools': the row is plain text otherwise: set apply_"):
+    with pytest.raises(InputError, match="row 0: column 'tools': requires messages, and the row is plain text. Set `apply_"):
         prepare([row], "sft")
     assert "add" in texts([row], "sft", apply_chat_template=True)[0][0]
 
@@ -394,7 +394,7 @@ def test_what_the_template_does_not_write_is_named_with_its_count(caplog):
     weighted, thought = {**REPLY, "weight": 1}, {"role": "assistant", "content": "hm</think>4"}
     asked = {**USER, "name": "Jo"}
     rows = [{"messages": [USER, weighted]}, {"messages": [USER, REPLY]}, {"messages": [asked, weighted]}]
-    told = "the chat template makes no use of: key 'name' (in 1 example), key 'weight' (in 2 examples)"
+    told = "the chat template does not use: key 'name' (in 1 example), key 'weight' (in 2 examples)"
     for _ in range(2):  # from the cache as well
         caplog.clear()
         prepare(rows, "sft")
@@ -410,7 +410,7 @@ def test_what_the_template_does_not_write_is_named_with_its_count(caplog):
     assert caplog.messages == []
     without = ONLY_KNOWN.partition("{% endif %}")[2]
     prepare([{"messages": [USER, REPLY], "tools": [{"name": "add"}]}], "sft", byte_tokenizer(without))
-    assert caplog.messages == ["train: the chat template makes no use of: column 'tools' (in 1 example)"]
+    assert caplog.messages == ["train: the chat template does not use: column 'tools' (in 1 example)"]
 
 
 def test_values_of_several_types_inside_tools_are_told(caplog):
@@ -421,7 +421,7 @@ def test_values_of_several_types_inside_tools_are_told(caplog):
     assert rows[1]["tools"][0]["parameters"]["x"]["default"] == 1  # what `datasets` makes of the text
     with caplog.at_level(logging.INFO, "hf_posttrain.data"):
         prepare(rows, "sft", assistant_only_loss=True)
-        assert "column 'tools' has values of several types, of which the text '1' is read as 1" in caplog.text
+        assert "column 'tools' has values of several types, and the text '1' is read as 1" in caplog.text
         caplog.clear()
         prepare([row(1), row(2)], "sft", assistant_only_loss=True)
         assert "several types" not in caplog.text
@@ -466,7 +466,7 @@ def test_turns_of_users_inside_answers_are_counted(caplog):
     """TRL scores them too; one answer behind a shared prompt has none."""
     long = [USER, REPLY, {**USER, "content": "And 3+3?"}, REPLY]
     rows = [{"chosen": long, "rejected": [USER, WRONG, USER, REPLY]}, {"chosen": long, "rejected": [*long[:3], WRONG]}]
-    said = "examples have turns of users or tools inside an answer, which count as a part of it, as in TRL"
+    said = "examples have user or tool turns inside an answer, which are trained as a part of it, as in TRL"
     audit = audit_datasets({"train": datasets.Dataset.from_list(rows)}, METHODS["dpo"], byte_tokenizer(), config())["train"]
     for method, count in (("dpo", 1), ("cpo", 1), ("kto", 2)):
         caplog.clear()
@@ -490,7 +490,7 @@ def test_a_null_among_masks_of_ids_is_refused_and_nulls_in_all_rows_are_none(col
     rows += [{"input_ids": [1, 2, 3], column: None}] * 1500
     stream = source(jsonl(tmp_path / "rows.jsonl", rows), streaming=True)
     for data in (rows, datasets.Dataset.from_list(rows), load(stream)):
-        with pytest.raises(InputError, match=f"row 1500: column '{column}': missing or null, this row has input_ids"):
+        with pytest.raises(InputError, match=f"row 1500: column '{column}': missing or null. This row has input_ids"):
             list(prepare(data, "sft"))
     assert len(prepare(rows[1500:], "sft")) == 1500
 
@@ -515,12 +515,12 @@ def test_labels_that_number_classes_are_refused_unless_they_say_true():
     for names, refused in ((["good", "bad"], True), (["false", "true"], False)):
         labelled = rows.cast_column("label", datasets.ClassLabel(names=names))
         if refused:
-            with pytest.raises(InputError, match=r"numbers classes \(good, bad\)"):
+            with pytest.raises(InputError, match=r"number classes \(good, bad\)"):
                 prepare(labelled, "kto")
         else:
             assert prepare(labelled, "kto")[0]["label"] is False
     # where prompts are read, it says which answers are right ones
-    with pytest.raises(InputError, match=r"numbers classes \(good, bad\)"):
+    with pytest.raises(InputError, match=r"number classes \(good, bad\)"):
         prepare(rows.cast_column("label", datasets.ClassLabel(names=["good", "bad"])), "opd")
     classed = datasets.Dataset.from_list([{"text": "abc", "label": 1}])
     assert len(prepare(classed.cast_column("label", datasets.ClassLabel(names=["a", "b"])), "sft")) == 1

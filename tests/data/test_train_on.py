@@ -57,7 +57,7 @@ def test_the_last_turn_and_turns_without_weight(family, tmp_path):
 def test_all_is_the_default_and_goes_with_no_marks(method, tmp_path):
     every = prepared("chatml", TURNS, tmp_path, method)[0]
     assert prepared("chatml", TURNS, tmp_path, method, train_on="all")[0] == every
-    with pytest.raises(InputError, match="train_on: assistant, which leaves it out"):
+    with pytest.raises(InputError, match="train_on: assistant`, which excludes it"):
         prepared("chatml", marked(1, weight=0), tmp_path, method)
 
 
