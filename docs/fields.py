@@ -34,9 +34,9 @@ def text(methods: Iterable[str] = METHODS) -> str:
     shared = table(fields_of(PostTrainConfig))
     tables = {"versions": {name: version(name) for name in ("transformers", "peft")}, "train": shared}
     for method in methods:
-        own = table(train_fields(method, imported=True))
+        own = table(train_fields(method, from_class=True))
         tables[f"train.{method}"] = {name: field for name, field in own.items() if shared.get(name) != field}
-    tables["model.lora"] = table(lora_fields(imported=True))
+    tables["model.lora"] = table(lora_fields(from_class=True))
     sections = []
     for section, fields in tables.items():
         lines = [f"  {json.dumps(name)}: {json.dumps(field)}" for name, field in fields.items()]

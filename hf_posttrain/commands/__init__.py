@@ -1,1 +1,1 @@
-"""Commands besides the run of a recipe: `hf-posttrain NAME ...` is the `main` of the module NAME here."""
+"""Commands other than the run of a recipe. `hf-posttrain NAME ...` calls `main` of a module here."""

@@ -271,7 +271,7 @@ def _job_from_recipe(recipe: Recipe, arguments: argparse.Namespace) -> SamplingJ
         raise InputError("sample must run in one process. Start it without a launcher")
     if not arguments.prompts and arguments.split not in dict(recipe.data.splits()):
         raise InputError(f"{recipe.where('data')}: --split eval requires data.eval. Add it to the recipe")
-    config.keep_asked = True
+    config.keep_asked = True  # type: ignore[attr-defined]
     tokenizer, _ = build.check_models(recipe)
     sources = _prompt_source(arguments) if arguments.prompts else dict(recipe.data.splits())[arguments.split]
     # supervised rows are answered at their end, whether they are packed or not

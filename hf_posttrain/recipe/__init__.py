@@ -1,1 +1,1 @@
-"""A recipe file -> checked sections -> the objects of a run."""
+"""Reading and validation of recipes, and construction of the objects of a run from them."""

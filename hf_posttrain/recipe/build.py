@@ -1,6 +1,7 @@
-"""A recipe's sections -> the objects of a run, in functions that stand in the order of a run.
+"""Construction of the objects of a run from a recipe, in the order of a run.
 
-Heavy imports come with the first use, so that errors of the recipe are quick. Mistakes are InputErrors with a place.
+Heavy imports are deferred to their first use, so that errors of a recipe are reported quickly. Mistakes raise
+InputErrors with a place.
 """
 
 import contextlib
@@ -12,9 +13,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from .. import is_of_used_kernel
+from .. import is_relevant_kernel_record
 from ..errors import InputError, error_context
 from ..methods import METHODS, config_class, trainer_class
 from ..rounds.judges.config import MODEL_JUDGES
@@ -24,46 +26,63 @@ from .sections import Recipe
 
 if TYPE_CHECKING:
     from peft import PeftConfig
+    from transformers import PreTrainedTokenizerBase
 
+    from ..trainer.base import PostTrainer
     from ..trainer.config import PostTrainConfig
 
 logger = logging.getLogger(__name__)
 
 
 def check_inputs(recipe: Recipe, training: bool = False) -> None:
-    """The files that are read and, for a training, what it writes, before torch. Raises InputError at once."""
+    """Validate the files that are read, and for training those that are written, without importing torch.
+
+    Args:
+        recipe: The recipe.
+        training: Whether the run trains.
+
+    Raises:
+        InputError: For the first problem.
+    """
     raise_first_problem(recipe, rules.input_problems(recipe))
     if training:
         raise_first_problem(recipe, rules.run_problems(recipe))
     if any(section.quantization != "none" for _, section in recipe.models()):
-        logging.getLogger("bitsandbytes.backends.cpu.ops").removeFilter(is_of_used_kernel)
+        logging.getLogger("bitsandbytes.backends.cpu.ops").removeFilter(is_relevant_kernel_record)
 
 
-def configure(recipe: Recipe, training: bool = False) -> tuple[Any, Any]:
-    """(trainer class, the method's Config), after `check_inputs`. Raises InputError for what is wrong in the recipe
-    alone, and for a training whose checkpoint is not whole.
+def configure(recipe: Recipe, training: bool = False) -> "tuple[type[PostTrainer], PostTrainConfig]":
+    """Run `check_inputs`, and return the trainer class and the Config of the method.
+
+    Args:
+        recipe: The recipe.
+        training: Whether the run trains.
+
+    Raises:
+        InputError: For problems of the recipe, and for training from an incomplete checkpoint.
     """
     check_inputs(recipe, training)
     method = METHODS[recipe.method]
     import_quietly(method.module)
     from ..engines.launch import quantisation_problem
-    from ..trainer.checkpoint import lacking
+    from ..trainer.checkpoint import incomplete_parts
 
     config = train_config(recipe, config_class(method))
     for name, section in recipe.models():
         if section.quantization != "none" and (problem := quantisation_problem(section.quantization, config)):
             raise InputError(f"{recipe.where(f'{name}.quantization')}: {name}.quantization: {problem}")
-    # "auto" passes over what is not whole
-    wanted = config.resume_from_checkpoint if training else None
-    if isinstance(wanted, str) and wanted != "auto" and (absent := lacking(Path(wanted))):
+    # "auto" skips incomplete checkpoints
+    checkpoint = config.resume_from_checkpoint if training else None
+    if isinstance(checkpoint, str) and checkpoint != "auto" and (missing := incomplete_parts(Path(checkpoint))):
         place = recipe.where("train.resume_from_checkpoint")
-        raise InputError(f"{place}: the checkpoint {wanted} is incomplete, without {', '.join(absent)}")
-    return (trainer_class(method), config) if recipe.rounds is None else _with_rounds(recipe, config)
+        problem = f"the checkpoint {checkpoint} is incomplete and lacks {', '.join(missing)}"
+        raise InputError(f"{place}: {problem}. Set another checkpoint, or auto")
+    return (trainer_class(method), config) if recipe.rounds is None else _configure_rounds(recipe, config)
 
 
-def _with_rounds(recipe: Recipe, config: "PostTrainConfig") -> tuple[Any, Any]:
-    """`configure` of a recipe with rounds."""
-    from ..generation.graders import find_grader
+def _configure_rounds(recipe: Recipe, config: "PostTrainConfig") -> "tuple[type[PostTrainer], PostTrainConfig]":
+    """Return the trainer class and the Config of a recipe with rounds."""
+    from ..generation.graders import load_grader
     from ..rollouts.vllm import check_installed
     from ..rounds.iterative_trainer import config_for_rounds, in_rounds
 
@@ -72,15 +91,16 @@ def _with_rounds(recipe: Recipe, config: "PostTrainConfig") -> tuple[Any, Any]:
         check_installed(rounds.sampler)
     if rounds.judge.by == "function":
         with error_context(recipe.where("rounds.judge.name")):
-            find_grader(rounds.judge.name)
+            load_grader(rounds.judge.name)
     return in_rounds(trainer_class(METHODS[recipe.method]), rounds), config_for_rounds(config, rounds)
 
 
 def without_hardware_options(recipe: Recipe) -> Recipe:
-    """The recipe without those keys of its train section that want a launcher or a GPU and do not change the data; what
-    is as large as fp16 and runs on CPU is bf16.
+    """Return the recipe without the training options that require a launcher or a GPU and do not change the data.
+
+    fp16 becomes bf16, which has the same size and runs on a CPU.
     """
-    wanting = (
+    hardware_options = (
         "deepspeed",
         "fsdp",
         "parallelism_config",
@@ -92,32 +112,45 @@ def without_hardware_options(recipe: Recipe) -> Recipe:
     train = {
         "bf16" if value is True and name == "fp16" else name: value
         for name, value in recipe.train.items()
-        if not name.startswith(wanting)
+        if not name.startswith(hardware_options)
     }
-    # Of the options of checkpointing only this one wants a GPU.
-    if isinstance(checkpointed := train.get("activation_checkpointing_kwargs"), dict):
-        left = {name: value for name, value in checkpointed.items() if name != "offload"}
-        train["activation_checkpointing_kwargs"] = left
+    # the only option of activation checkpointing that requires a GPU
+    if isinstance(kwargs := train.get("activation_checkpointing_kwargs"), dict):
+        train["activation_checkpointing_kwargs"] = {name: value for name, value in kwargs.items() if name != "offload"}
     rounds: Any = recipe.rounds
     if rounds:
         rounds = replace(rounds, sampler="policy")
     return replace(recipe, rounds=rounds, train=train | {"use_cpu": True})
 
 
-def import_quietly(module: str) -> Any:
-    """The module, with torch and transformers, imported without garbage collections: they find nothing in 1 s of 5."""
+def import_quietly(module: str) -> ModuleType:
+    """Import a module that imports torch and transformers, without their output and without garbage collection.
+
+    Garbage collection takes 1 s of 5 s, and finds nothing.
+    """
     gc.disable()
     try:
-        # with WANDB_MODE=offline transformers prints a line when it is imported, whether W&B is used or not
+        # with WANDB_MODE=offline, transformers prints a line when it is imported, even if W&B is not used
         with contextlib.redirect_stdout(io.StringIO()):
             return importlib.import_module(module)
     finally:
         gc.enable()
 
 
-def check_models(recipe: Recipe, config: Any = None) -> tuple[Any, Any]:
-    """(tokenizer, LoRA config or None), after everything about both models that shows without weights; with the config
-    of a run, its vLLM server must be there and serve such adapters. Raises InputError.
+def check_models(
+    recipe: Recipe, config: "PostTrainConfig | None" = None
+) -> "tuple[PreTrainedTokenizerBase, PeftConfig | None]":
+    """Validate everything about the models that does not require their weights.
+
+    Args:
+        recipe: The recipe.
+        config: The Config of a run, whose servers must be reachable and support its adapters. None skips servers.
+
+    Returns:
+        The tokenizer, and the LoRA config or None.
+
+    Raises:
+        InputError: For the first problem.
     """
     import torch
 
@@ -131,24 +164,27 @@ def check_models(recipe: Recipe, config: Any = None) -> tuple[Any, Any]:
         models.check_tokenizer_fits(tokenizer, models.check_model(recipe.model), recipe.model.name_or_path)
     with error_context(recipe.where("train.chat_template_kwargs")):
         check_template_options(tokenizer, recipe.train.get("chat_template_kwargs") or {})
-    for name, taught in recipe.teacher_sections():
-        if not (taught.own_tokenizer or taught.self):
+    for name, teacher in recipe.teacher_sections():
+        if not (teacher.own_tokenizer or teacher.self):
             with error_context(recipe.where(f"{name}.name_or_path")):
-                models.check_same_vocabulary(tokenizer, models.load_tokenizer(taught))
+                models.check_same_vocabulary(tokenizer, models.load_tokenizer(teacher))
     if recipe.rounds and recipe.rounds.judge.by in MODEL_JUDGES:
         from ..rounds.judges.models import check_judge
 
         with error_context(recipe.where("rounds.judge.name")):
             check_judge(recipe.rounds.judge)
-    # an attention that the model or the machine may not have: eager and sdpa are always there
+
+    # implementations of attention that the model or the machine may lack; eager and sdpa are always available
     for key, section in recipe.models():
         if section.attn_implementation not in ("auto", "eager", "sdpa"):
             with error_context(recipe.where(f"{key}.attn_implementation")):
                 models.load_skeleton(section)
     if config is not None and config.device.type == "cpu" and recipe.model.attn_implementation == "flex_attention":
         key = "model.attn_implementation"
-        raise InputError(f"{recipe.where(key)}: {key}: flex_attention has no backward on CPU: leave it out here")
-    # the adapter, and what it names in the model
+        problem = f"{key}: flex_attention is not supported on CPU, where it has no backward"
+        raise InputError(f"{recipe.where(key)}: {problem}. Remove {key}")
+
+    # the adapter, and the modules that it names
     peft_config = adapters.lora_config(recipe.model, recipe.where("model.lora"))
     if not (recipe.model.lora or {}).keys() <= {"r", "alpha", "dropout"}:
         try:
@@ -157,59 +193,69 @@ def check_models(recipe: Recipe, config: Any = None) -> tuple[Any, Any]:
         except InputError as error:
             option = str(error).split(": ")[1]
             raise InputError(f"{recipe.where(f'model.lora.{option}')}: {error}") from error
-    for problem in server_problems(recipe, config, peft_config) if config is not None else ():
-        raise problem
+    for server_problem in server_problems(recipe, config, peft_config) if config is not None else ():
+        raise server_problem
     return tokenizer, peft_config
 
 
 def server_problems(
     recipe: Recipe, config: "PostTrainConfig", peft_config: "PeftConfig | None"
 ) -> Iterator[InputError]:
-    """What is wrong with the servers that a run would ask: one that is not there, or cannot do what is needed."""
+    """Yield an error for each server of a run that is not reachable or does not support the run."""
     from ..rollouts import vllm_server
     from ..rollouts.options import VLLMOptions
     from ..rounds.judges.server import ServerJudge
     from ..teachers import served
 
-    asked: list[tuple[str, Callable[[], Any]]] = [
-        (f"{name}.url", partial(served.check_server, taught, f"{name}.url", config))
-        for name, taught in recipe.teacher_sections()
-        if taught.url
+    checks: list[tuple[str, Callable[[], object]]] = [
+        (f"{name}.url", partial(served.check_server, teacher, f"{name}.url", config))
+        for name, teacher in recipe.teacher_sections()
+        if teacher.url
     ]
     for section, options in (("train", config), ("rounds", recipe.rounds)):
         if isinstance(getattr(options, "sampler", None), VLLMOptions):
             check = partial(vllm_server.check_server, options, peft_config, config.max_length)
-            asked.append((f"{section}.sampler", check))
+            checks.append((f"{section}.sampler", check))
     if recipe.rounds and recipe.rounds.judge.by == "url":
-        asked.append(("rounds.judge.name", ServerJudge(recipe.rounds.judge).check))
-    for key, ask in asked:
+        checks.append(("rounds.judge.name", ServerJudge(recipe.rounds.judge).check))
+    for key, check_server in checks:
         try:
             with error_context(recipe.where(key)):
-                ask()
+                check_server()
         except InputError as error:
             yield error
 
 
-def make_output_dir(recipe: Recipe, config: Any) -> None:
-    """Make config.output_dir. Raises InputError where the system refuses it."""
+def make_output_dir(recipe: Recipe, config: "PostTrainConfig") -> None:
+    """Create config.output_dir, and warn about the files of an earlier run.
+
+    Raises:
+        InputError: If the folder cannot be created.
+    """
     from ..trainer.checkpoint import find_checkpoint
 
-    folder = Path(config.output_dir)
+    output_dir = str(config.output_dir)
+    folder = Path(output_dir)
     if not config.resume_from_checkpoint:
-        if found := find_checkpoint(config.output_dir):
-            said = "%s is of an earlier run, whose files this one overwrites: train.resume_from_checkpoint=auto goes on"
-            logger.warning(said, found)
+        if checkpoint := find_checkpoint(output_dir):
+            message = "%s belongs to an earlier run, whose files are overwritten. %s"
+            fix = "To resume that run instead, set train.resume_from_checkpoint=auto"
+            logger.warning(message, checkpoint, fix)
         elif (folder / "trainer_state.json").exists():
-            logger.warning("%s holds an earlier run: its files will be overwritten", folder)
+            logger.warning("%s contains an earlier run, whose files are overwritten", folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         place = recipe.where("train.output_dir")
-        raise InputError(f"{place}: train.output_dir: {folder} cannot be made ({error.strerror})") from error
+        raise InputError(f"{place}: train.output_dir: {folder} cannot be created ({error.strerror})") from error
 
 
 def load_models(recipe: Recipe, config: "PostTrainConfig") -> dict[str, Any]:
-    """The trainer's model and, for methods with one, its teacher; random weights are drawn from train.seed."""
+    """Load the models of a run. Random weights depend on train.seed.
+
+    Returns:
+        The arguments of the trainer: `model` and, for methods with a teacher, `teacher_model` and `teacher_offload`.
+    """
     from transformers import set_seed
 
     from ..engines import launch
@@ -220,14 +266,14 @@ def load_models(recipe: Recipe, config: "PostTrainConfig") -> dict[str, Any]:
     loaded: dict[str, Any] = {}
     for name, section in recipe.models():
         with error_context(recipe.where(f"{name}.name_or_path")):
-            policy = section is recipe.model
-            loaded[name] = models.load_model(section, device=config.device, storage=storage, trainable=policy)
-    # servers, and the student's own past, are their sections
-    taught = {name: loaded.get(name, section) for name, section in recipe.teacher_sections()}
-    if not taught:
+            is_policy = section is recipe.model
+            loaded[name] = models.load_model(section, device=config.device, storage=storage, trainable=is_policy)
+
+    # servers, and the student as its own teacher, are represented by their sections
+    teachers = {name.partition(".")[2]: loaded.get(name, section) for name, section in recipe.teacher_sections()}
+    if not teachers:
         return {"model": loaded["model"]}
-    several = {name.partition(".")[2]: teacher for name, teacher in taught.items()}
     offload = {name.partition(".")[2]: section.offload for name, section in recipe.teacher_sections()}
     if not recipe.teachers:
-        return {"model": loaded["model"], "teacher_model": several[""], "teacher_offload": offload[""]}
-    return {"model": loaded["model"], "teacher_model": several, "teacher_offload": offload}
+        return {"model": loaded["model"], "teacher_model": teachers[""], "teacher_offload": offload[""]}
+    return {"model": loaded["model"], "teacher_model": teachers, "teacher_offload": offload}

@@ -1,6 +1,6 @@
-"""Which keys a recipe's sections have, of which types, and a mapping checked against them.
+"""Keys of a recipe's sections with their types, and the validation of mappings against them.
 
-A key is dotted (`data.train.0.path`); `where(key)` says its place ("recipes/kto.yaml:12" or "command line").
+A key is dotted (`data.train.0.path`). `where(key)` returns its place, "recipes/kto.yaml:12" or "command line".
 """
 
 import dataclasses
@@ -23,12 +23,14 @@ from ..methods import METHODS, config_class
 from ..trainer.option_group import OptionKind
 
 Where = Callable[[str], str]
+"""Dotted key -> its place."""
 Advice = Callable[[str], str | None]
+"""Dotted key that does not exist -> what to write instead."""
 
 FILE = Path(__file__).with_name("fields.json")
-"""{"versions": of the packages that it was made with, "train": fields of every method, "train.sft": SFT's own, ...,
-"model.lora": ...}. A field is [types, default]; a type is a name of `TYPES`, or a list of the values that are allowed.
-`make fields` writes it."""
+"""File that `make fields` writes: {"versions": of the packages that it was generated with, "train": fields of every
+method, "train.sft": fields of SFT only, ..., "model.lora": ...}. A field is [types, default]. A type is a name in
+`TYPES`, or a list of the allowed values."""
 TYPES: dict[str, Any] = {
     "null": type(None),
     "bool": bool,
@@ -44,7 +46,7 @@ TYPES: dict[str, Any] = {
     "dict[str, bool]": dict[str, bool],
     "any": Any,
 }
-_WORDS = {
+_TYPE_NAMES = {
     bool: "true or false",
     int: "a whole number",
     float: "a number",
@@ -56,64 +58,77 @@ _WORDS = {
 
 
 class Field(NamedTuple):
-    """A key."""
+    """Type and default of a key."""
 
-    kind: Any  # its type, an annotation
-    default: Any = dataclasses.MISSING  # of a key that must be given
+    kind: Any
+    """Annotation of the type."""
+    default: Any = dataclasses.MISSING
+    """Default, or MISSING for a required key."""
 
 
 Fields = Mapping[str, Field]
 
 
-def fields_of(dataclass_type: Any) -> dict[str, Field]:
-    """The fields that a dataclass is made with, without those that are no keys (`of_python`, or `hidden`). One that
-    HfArgumentParser takes without a value (`--fsdp`), for which it becomes `const`, takes true and false too.
+def fields_of(dataclass_type: type) -> dict[str, Field]:
+    """Return the init fields of a dataclass that are keys of a recipe, without those in `python_only` or `hidden`.
+
+    A field that HfArgumentParser accepts without a value (`--fsdp`, metadata `const`) also accepts true and false.
     """
     hints = typing.get_type_hints(dataclass_type)
-    switches = [f.name for f in dataclasses.fields(dataclass_type) if f.metadata.get("const") is True]
-    hints |= {name: bool | hints[name] for name in switches}
+    flags = [f.name for f in dataclasses.fields(dataclass_type) if f.metadata.get("const") is True]
+    hints |= {name: bool | hints[name] for name in flags}
     return {
         f.name: Field(hints[f.name], f.default if f.default_factory is dataclasses.MISSING else f.default_factory())
         for f in dataclasses.fields(dataclass_type)
-        if f.init and not f.metadata.get("hidden") and f.name not in getattr(dataclass_type, "of_python", ())
+        if f.init and not f.metadata.get("hidden") and f.name not in getattr(dataclass_type, "python_only", ())
     }
 
 
-def train_fields(method: str, imported: bool = False) -> dict[str, Field]:
-    """The fields of the method's Config. imported: from the class itself, as for a method that fields.json lacks."""
-    stored = _stored()
-    if imported or f"train.{method}" not in stored:
+def train_fields(method: str, from_class: bool = False) -> dict[str, Field]:
+    """Return the fields of a method's Config.
+
+    Args:
+        method: Name of the method.
+        from_class: Whether to import the class instead of reading fields.json. A method that is not in fields.json is
+            always imported.
+    """
+    stored = _stored_fields()
+    if from_class or f"train.{method}" not in stored:
         return fields_of(config_class(METHODS[method]))
-    return _read(stored["train"] | stored[f"train.{method}"])
+    return _parse_fields(stored["train"] | stored[f"train.{method}"])
 
 
-def lora_fields(imported: bool = False) -> dict[str, Field]:
-    """The fields of `model.lora`: those of peft.LoraConfig, some under friendlier names, which `models.load` reads."""
-    if not imported:
-        return _read(_stored()["model.lora"])
+def lora_fields(from_class: bool = False) -> dict[str, Field]:
+    """Return the fields of `model.lora`, the fields of peft.LoraConfig and shorter names that `models.load` reads.
+
+    Args:
+        from_class: Whether to import the class instead of reading fields.json.
+    """
+    if not from_class:
+        return _parse_fields(_stored_fields()["model.lora"])
     from peft import LoraConfig
 
-    friendly = {"alpha": Field(int, 8), "dropout": Field(float, 0.0), "init_lora_weights": Field(bool | str, True)}
-    return fields_of(LoraConfig) | friendly
+    aliases = {"alpha": Field(int, 8), "dropout": Field(float, 0.0), "init_lora_weights": Field(bool | str, True)}
+    return fields_of(LoraConfig) | aliases
 
 
 def methods_with_option(name: str) -> list[str]:
-    """The methods of fields.json that have a field `name` of their own, or with another default than others."""
-    return [method for method in METHODS if name in _stored().get(f"train.{method}", {})]
+    """Return the methods in fields.json that have their own field `name`, or another default of it than the rest."""
+    return [method for method in METHODS if name in _stored_fields().get(f"train.{method}", {})]
 
 
 def is_outdated() -> bool:
-    """Is an installed package newer than fields.json, so that it may have fields that are not there?"""
-    return any(Version(version(name)) > Version(known) for name, known in _stored()["versions"].items())
+    """Return whether an installed package is newer than fields.json, and may have fields that are not in it."""
+    return any(Version(version(name)) > Version(known) for name, known in _stored_fields()["versions"].items())
 
 
 @cache
-def _stored() -> dict[str, Any]:
+def _stored_fields() -> dict[str, Any]:
     return json.loads(FILE.read_text(encoding="utf-8"))
 
 
-def _read(stored: Mapping[str, Any]) -> dict[str, Field]:
-    """Fields from their form in fields.json."""
+def _parse_fields(stored: Mapping[str, Any]) -> dict[str, Field]:
+    """Parse fields in the format of fields.json."""
     fields = {}
     for name, (kinds, default) in stored.items():
         union = tuple(TYPES[kind] if isinstance(kind, str) else Literal[tuple(kind)] for kind in kinds)
@@ -122,22 +137,32 @@ def _read(stored: Mapping[str, Any]) -> dict[str, Field]:
 
 
 def join_key(key: str, name: object) -> str:
-    """`key.name`, or `name` at the top."""
+    """Return `key.name`, or `name` at the top level."""
     return f"{key}.{name}" if key else str(name)
 
 
 def build_kwargs(
     fields: Fields, values: Any, key: str, where: Where, advice: Advice = lambda key: None
 ) -> dict[str, Any]:
-    """The keyword arguments that `values` gives for `fields`, checked and of their types.
+    """Validate a mapping, and convert its values to the types of the fields.
 
-    `advice(key)` says what to write instead of a dotted key that does not exist. Raises InputError with place and key
-    for an unknown name, a wrong type and a missing name.
+    Args:
+        fields: The valid keys.
+        values: The mapping.
+        key: Dotted key of the mapping.
+        where: Function that returns the place of a dotted key.
+        advice: Function that returns what to write instead of a dotted key that does not exist.
+
+    Returns:
+        The keyword arguments for the class with the fields.
+
+    Raises:
+        InputError: For an unknown key, a value of another type, and a missing key.
     """
     if not isinstance(values, dict):
-        problem = f"must be a mapping of keys to values, not {_in_yaml(values)}"
+        problem = f"must be a mapping of keys to values, not {_format_yaml(values)}"
         raise InputError(f"{where(key)}: {key or 'the recipe'} {problem}")
-    # unknown names first: a wrong type often follows from one
+    # unknown keys first, since they often cause wrong types
     for name in values:
         if name not in fields:
             full = join_key(key, name)
@@ -145,55 +170,64 @@ def build_kwargs(
             if instead := advice(full):
                 problem = f"{full} does not exist: {instead}"
             raise InputError(f"{where(full)}: {problem}")
-    built = {
-        name: _typed(value, fields[name].kind, join_key(key, name), where, advice) for name, value in values.items()
+    arguments = {
+        name: _convert(value, fields[name].kind, join_key(key, name), where, advice) for name, value in values.items()
     }
     for name, field in fields.items():
         if name not in values and field.default is dataclasses.MISSING:
             raise InputError(f"{where(key)}: {join_key(key, name)} is missing")
-    return built
+    return arguments
 
 
-def _typed(value: object, annotation: object, key: str, where: Where, advice: Advice) -> Any:
-    """`value` as the annotation wants it: numbers from texts too, a dataclass from a mapping. Raises InputError."""
+def _convert(value: object, annotation: object, key: str, where: Where, advice: Advice) -> Any:
+    """Convert a value to the type of an annotation, such as a text to a number and a mapping to a dataclass.
+
+    Raises:
+        InputError: For a value that cannot be converted.
+    """
     kinds = union_members(annotation)
-    # sections, and lists of them, have keys of their own
+    # sections, and lists and dictionaries of sections
     for kind in kinds:
         if dataclasses.is_dataclass(kind) and isinstance(kind, type) and isinstance(value, dict):
             if issubclass(kind, OptionKind):
-                return value  # checked by its group
+                return value  # validated by its group
             return kind(**build_kwargs(fields_of(kind), value, key, where, advice))
         if typing.get_origin(kind) is list and isinstance(value, list):
             (item,) = typing.get_args(kind)
             if dataclasses.is_dataclass(item):
-                return [_typed(each, item, join_key(key, i), where, advice) for i, each in enumerate(value)]
+                return [_convert(entry, item, join_key(key, i), where, advice) for i, entry in enumerate(value)]
         if typing.get_origin(kind) is dict and isinstance(value, dict):
             item = typing.get_args(kind)[1]
             if dataclasses.is_dataclass(item):
-                if odd := [name for name in value if not isinstance(name, str) or not name.strip()]:
-                    raise InputError(f"{where(key)}: {key}: {odd[0]!r} is no name: write a text")
-                return {name: _typed(each, item, join_key(key, name), where, advice) for name, each in value.items()}
+                if invalid := [name for name in value if not isinstance(name, str) or not name.strip()]:
+                    raise InputError(f"{where(key)}: names in {key} must be non-empty strings, not {invalid[0]!r}")
+                return {
+                    name: _convert(entry, item, join_key(key, name), where, advice) for name, entry in value.items()
+                }
     try:
-        coerced = _coerced(value, kinds)
-        if isinstance(coerced, int) and coerced.bit_length() > 63:
-            raise InputError(f"{where(key)}: {key} must be below 2**63, not {short_repr(coerced)}")
-        return coerced
+        converted = _coerce(value, kinds)
+        if isinstance(converted, int) and converted.bit_length() > 63:
+            raise InputError(f"{where(key)}: {key} must be below 2**63, not {short_repr(converted)}")
+        return converted
     except ValidationError:
         hint = ""
         section = next(filter(dataclasses.is_dataclass, kinds), None)
         if isinstance(value, str):
             hint = name_hint(value, [str(option) for kind in kinds for option in choices(kind)], list_valid=False)
-            # a text where a section is wanted is meant for the section's first key
+            # a text in place of a section is probably the section's first key
             if section and not hint:
-                hint = f"; write {{{dataclasses.fields(section)[0].name}: {value}}}"
-        problem = f"{key} must be {_expected(kinds)}, not {_in_yaml(value)}{hint}"
+                hint = f". Use {{{dataclasses.fields(section)[0].name}: {value}}}"
+        problem = f"{key} must be {_describe_types(kinds)}, not {_format_yaml(value)}{hint}"
         raise InputError(f"{where(key)}: {problem}") from None
 
 
-def _coerced(value: object, kinds: tuple[Any, ...]) -> Any:
-    """Pydantic's lax conversion, but true is never 1, and a text that reads as a number is one where one may stand."""
-    switch = any(k in (bool, Any, object) or True in choices(k) or False in choices(k) for k in kinds)
-    if isinstance(value, bool) and not switch:
+def _coerce(value: object, kinds: tuple[Any, ...]) -> Any:
+    """Convert a value with Pydantic's lax rules.
+
+    In contrast to Pydantic, true is never 1, and a text that can be parsed as a number is one if a number is allowed.
+    """
+    allows_bool = any(k in (bool, Any, object) or True in choices(k) or False in choices(k) for k in kinds)
+    if isinstance(value, bool) and not allows_bool:
         kinds = tuple(k for k in kinds if k not in (int, float))
     elif isinstance(value, str):
         for simple in (k for k in (int, float, bool) if k in kinds):
@@ -201,46 +235,48 @@ def _coerced(value: object, kinds: tuple[Any, ...]) -> Any:
                 return TypeAdapter(simple).validate_python(value)
             except ValidationError:
                 continue
-    # in a list, since pydantic takes no config for a lone dataclass
+    # in a list, since pydantic accepts no config for a single dataclass
     kind: Any = types.GenericAlias(list, (Union[kinds or (Literal["nothing"],)],))  # noqa: UP007
     try:
         adapter: TypeAdapter[Any] = TypeAdapter(kind, config=ConfigDict(arbitrary_types_allowed=True))
-    except PydanticUserError:  # an annotation that pydantic has no schema for is not checked
+    except PydanticUserError:  # an annotation without a schema is not checked
         return value
     return adapter.validate_python([value])[0]
 
 
 def union_members(annotation: object) -> tuple[Any, ...]:
-    """The members of a union. `SomeEnum | str`, as in TrainingArguments, means the values of the enum alone."""
+    """Return the members of a union. `SomeEnum | str`, as in TrainingArguments, only allows values of the enum."""
     union = typing.get_origin(annotation) in (Union, types.UnionType)
     kinds = typing.get_args(annotation) if union else (annotation,)
     return tuple(k for k in kinds if k is not str) if any(isinstance(k, EnumMeta) for k in kinds) else kinds
 
 
-def choices(kind: Any) -> list[Any]:
-    """The values that an enum or a Literal allows; none for another type."""
+def choices(kind: object) -> list[Any]:
+    """Return the values that an enum or a Literal allows, or none for another type."""
     if isinstance(kind, EnumMeta):
         return [member.value for member in typing.cast(Any, kind)]
     return list(typing.get_args(kind)) if typing.get_origin(kind) is Literal else []
 
 
-def _expected(kinds: tuple[Any, ...]) -> str:
-    """What may stand there, in words."""
+def _describe_types(kinds: tuple[Any, ...]) -> str:
+    """Describe the allowed types in words."""
     words = [str(option) for kind in kinds for option in choices(kind)]
     if len(words) > 12:
         words = [f"one of {len(words)} names"]
     for kind in kinds:
         origin = typing.get_origin(kind) or kind
         arguments = typing.get_args(kind)
-        word = "a mapping" if dataclasses.is_dataclass(origin) else _WORDS.get(origin, getattr(origin, "__name__", ""))
+        word = _TYPE_NAMES.get(origin, getattr(origin, "__name__", ""))
+        if dataclasses.is_dataclass(origin):
+            word = "a mapping"
         if origin is list and arguments:
-            word += f", each item {_expected(union_members(arguments[0]))}"
+            word += f", each item {_describe_types(union_members(arguments[0]))}"
         elif origin is dict and arguments and arguments[1] is not Any:
-            word += f", each value {_expected(union_members(arguments[1]))}"
+            word += f", each value {_describe_types(union_members(arguments[1]))}"
         words += [] if choices(kind) else [word or str(origin)]
     return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
-def _in_yaml(value: object) -> str:
-    """A value as a message shows it, as YAML has it where that differs from Python."""
+def _format_yaml(value: object) -> str:
+    """Return a shortened representation of a value, with YAML's null, true and false."""
     return {"None": "null", "True": "true", "False": "false"}.get(short_repr(value), short_repr(value))

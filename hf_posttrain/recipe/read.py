@@ -1,15 +1,15 @@
-"""A recipe: one YAML file and `section.key=value` overrides, read into dataclasses, strictly and without torch.
+"""Reader of recipes, YAML files with `section.key=value` overrides, which does not import torch.
 
-Every mistake is an InputError that begins with its place, such as "recipes/kto.yaml:12: " or "command line: ".
+Every mistake raises an InputError that starts with its place, such as "recipes/kto.yaml:12: " or "command line: ".
 """
 
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError, LaunchError
 from ..methods import METHODS
@@ -19,14 +19,17 @@ from ..rounds.config import RoundsSection, expand_rounds
 from ..rounds.judges.config import MODEL_JUDGES
 from ..teachers.options import COMPARISON_OPTIONS, TEACHER
 from ..trainer.limits import Problem
-from ..trainer.renamed_options import RENAMED, warn_of_old_names, with_new_names
-from ..trainer.rules import instead_of, without_defaults
+from ..trainer.renamed_options import RENAMED, rename_options, warn_about_old_names
+from ..trainer.rules import drop_trl_defaults, replacement_hint
 from . import rules
-from .fields import Fields, build_kwargs, fields_of, is_outdated, lora_fields, methods_with_option, train_fields
+from .fields import Advice, Fields, build_kwargs, fields_of, is_outdated, lora_fields, methods_with_option, train_fields
 from .sections import DataSection, Recipe, Source
 from .yaml_tree import place_of, read_tree
 
-_ELSEWHERE = {  # names of other libraries and habits -> the key that they mean
+if TYPE_CHECKING:
+    from ..trainer.config import PostTrainConfig
+
+_FOREIGN_NAMES = {  # names of other libraries, and likely mistakes -> the key of a recipe
     "model_name_or_path": "model.name_or_path",
     "model.path": "model.name_or_path",
     "model.name": "model.name_or_path",
@@ -47,100 +50,117 @@ _ELSEWHERE = {  # names of other libraries and habits -> the key that they mean
 
 
 def load_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> Recipe:
-    """Read a recipe file and its overrides, and check everything that YAML alone shows.
+    """Read a recipe file and its overrides, and validate everything that does not require other files.
 
-    Raises InputError for a missing or malformed file, an unknown or missing key (with the nearest valid one), a wrong
-    type, and for options that contradict each other.
+    Args:
+        path: The file.
+        overrides: Texts of the form `section.key=value`.
+
+    Raises:
+        InputError: For a missing or malformed file, an unknown or missing key, a wrong type, and for options that
+            cannot be combined.
     """
     recipe = read_recipe(path, overrides)
     raise_first_problem(recipe, rules.recipe_problems(recipe))
-    # the train section stays as it is given; its rules are asked of an object with all fields of the Config
+
+    # The train section keeps its values. The rules are applied to an object with all fields of the Config.
     fields = partial(train_fields, recipe.method)
-    # null of another method's option takes it back, where a recipe is run with that method's name replaced
+    # null removes an option of another method, so that the method of a recipe can be overridden
     recipe.train = {
         name: value
         for name, value in recipe.train.items()
         if value is not None or name in fields() or not methods_with_option(name)
     }
-    recipe.train = without_defaults(recipe.train, fields(), METHODS[recipe.method].config_name)
-    given = _checked(recipe, fields, recipe.train, "train", partial(_advise, recipe.method))
-    given = add_teacher_options(recipe, given)
-    values = SimpleNamespace(**{name: field.default for name, field in fields().items()} | given)
+    recipe.train = drop_trl_defaults(recipe.train, fields(), METHODS[recipe.method].config_name)
+    options = _check_fields(recipe, fields, recipe.train, "train", partial(_suggest_key, recipe.method))
+    options = add_teacher_options(recipe, options)
+    values = SimpleNamespace(**{name: field.default for name, field in fields().items()} | options)
     raise_first_problem(recipe, rules.train_section_problems(recipe, values))
     recipe.checked = add_teacher_options(recipe, dict(recipe.train))
     return recipe
 
 
 def read_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> Recipe:
-    """The same with names and types alone, and not those of `train`. Raises InputError."""
+    """Read a recipe file and its overrides, and validate keys and types of all sections except for `train`.
+
+    Args:
+        path: The file.
+        overrides: Texts of the form `section.key=value`.
+
+    Raises:
+        InputError: For a missing or malformed file, an unknown or missing key, and a wrong type.
+    """
     path = Path(path)
     tree, places = read_tree(path, overrides)
     if isinstance(tree, dict):
-        tree = _with_new_names(_with_compared(tree, places), places)
-        known = fields_of(Recipe)  # of which an empty section is no section
+        tree = _rename_old_options(_move_comparison_options(tree, places), places)
+        known = fields_of(Recipe)  # an empty section of these is left out
         tree = {name: value for name, value in tree.items() if value is not None or name not in known}
         if "rounds" in tree:
             tree["rounds"] = expand_rounds(tree["rounds"])
     method = tree.get("method") if isinstance(tree, dict) else None
-    given = build_kwargs(fields_of(Recipe), tree, "", partial(place_of, places), partial(_advise, method))
-    recipe = Recipe(**given, path=path, places=places)
+    sections = build_kwargs(fields_of(Recipe), tree, "", partial(place_of, places), partial(_suggest_key, method))
+    recipe = Recipe(**sections, path=path, places=places)
 
-    def expanded(name: str, key: str) -> str:
-        """A path with its home folder and environment variables."""
+    def expand_path(name: str, key: str) -> str:
+        """Expand the home folder and environment variables."""
         path = os.path.expanduser(os.path.expandvars(name))
         if (unset := re.search(r"\$(\w+|\{\w+\})", path)) and not os.path.exists(path):
             raise InputError(f"{recipe.where(key)}: {key}: the environment variable {unset[0]} is not set")
         return path
 
-    def found(name: str | None, key: str) -> Any:
-        """The same, and in the recipe's folder where it is there and not here."""
+    def resolve_path(name: str | None, key: str) -> Any:
+        """Expand a path, and search for it in the recipe's folder if it is not in the current one."""
         if not name:
             return name
-        here = expanded(name, key)
-        near = path.parent / here
-        # unlike Path.exists, this is False in a folder that may not be entered
-        return _normalised(near) if os.path.exists(near) and not os.path.exists(here) else here
+        expanded = expand_path(name, key)
+        sibling = path.parent / expanded
+        # unlike Path.exists, os.path.exists is False in a folder without permission
+        return _normalize(sibling) if os.path.exists(sibling) and not os.path.exists(expanded) else expanded
 
     for name in ("output_dir", "resume_from_checkpoint", "deepspeed", "fsdp_config"):
         if isinstance(value := recipe.train.get(name), str):
-            recipe.train[name] = expanded(value, f"train.{name}")
+            recipe.train[name] = expand_path(value, f"train.{name}")
     section: ModelSection
     for key, section in (("model", recipe.model), *recipe.teacher_sections()):
         for name in ("name_or_path", "adapter", "chat_template"):
-            setattr(section, name, found(getattr(section, name), f"{key}.{name}"))
-        # `lora` is a plain mapping of peft's names and our friendly ones
+            setattr(section, name, resolve_path(getattr(section, name), f"{key}.{name}"))
+        # `lora` is a plain mapping with the names of peft and shorter ones
         if section.lora is not None:
-            section.lora = _checked(recipe, lora_fields, section.lora, f"{key}.lora", _advise_lora)
+            section.lora = _check_fields(recipe, lora_fields, section.lora, f"{key}.lora", _suggest_lora_key)
     if recipe.rounds and recipe.rounds.judge.by in MODEL_JUDGES:
-        recipe.rounds.judge.name = found(recipe.rounds.judge.name, "rounds.judge.name")
+        recipe.rounds.judge.name = resolve_path(recipe.rounds.judge.name, "rounds.judge.name")
     for key, source in recipe.sources():
-        source.path = found(source.path, f"{key}.path")
+        source.path = resolve_path(source.path, f"{key}.path")
     return recipe
 
 
-def _with_compared(tree: dict[Any, Any], places: dict[str, Any]) -> dict[Any, Any]:
-    """Return the tree of a recipe whose section `teacher` has only keys of the teacher itself: options of how student
-    and teacher are compared go to `train.teacher`. Raises InputError for one that is given in both.
+def _move_comparison_options(tree: dict[Any, Any], places: dict[str, str]) -> dict[Any, Any]:
+    """Move the options of the comparison of student and teacher from the section `teacher` to `train.teacher`.
+
+    Raises:
+        InputError: For an option that is set in both sections.
     """
     section = tree.get("teacher")
     train = tree.get("train") or {}
     if not isinstance(section, dict) or not isinstance(train, dict):
         return tree
     moved = {option: section[option] for option in COMPARISON_OPTIONS if option in section}
-    given = TEACHER.as_mapping(train.get("teacher"))
-    if not moved or given is None:
+    options = TEACHER.as_mapping(train.get("teacher"))
+    if not moved or options is None:
         return tree
     for option in moved:
         key = f"train.teacher.{option}"
-        if option in given:
-            raise InputError(f"{place_of(places, key)}: {key} is given as teacher.{option} too: remove one of the two")
+        if option in options:
+            problem = f"{key} cannot be combined with teacher.{option}. Remove one of them"
+            raise InputError(f"{place_of(places, key)}: {problem}")
         places[key] = places.get(f"teacher.{option}", places.get("teacher", "recipe"))
-    left = {option: value for option, value in section.items() if option not in moved}
-    return tree | {"teacher": left, "train": train | {"teacher": given | moved}}
+    remaining = {option: value for option, value in section.items() if option not in moved}
+    return tree | {"teacher": remaining, "train": train | {"teacher": options | moved}}
 
 
-def _with_new_names(tree: dict[Any, Any], places: dict[str, Any]) -> dict[Any, Any]:
-    """Return the tree of a recipe with the new names of options, which get the places of the old ones."""
+def _rename_old_options(tree: dict[Any, Any], places: dict[str, str]) -> dict[Any, Any]:
+    """Give options their new names, which get the places of the old ones."""
     method = METHODS.get(tree["method"]) if isinstance(tree.get("method"), str) else None
     sections = {
         "train": (method.groups if method else {}, train_fields(method.name) if method else ()),
@@ -149,43 +169,46 @@ def _with_new_names(tree: dict[Any, Any], places: dict[str, Any]) -> dict[Any, A
     for section, (groups, known) in sections.items():
         if not isinstance(tree.get(section), dict):
             continue
-        place = partial(_start_of_error, places, section)
-        values, renamed = with_new_names(tree[section], groups, known, place)
+        place = partial(_error_prefix, places, section)
+        values, renamed = rename_options(tree[section], groups, known, place)
         tree = tree | {section: values}
         for old, options in renamed.items():
             for new in options:
                 for key in (new, new.partition(".")[0]):
                     places.setdefault(f"{section}.{key}", place_of(places, f"{section}.{old}"))
-        warn_of_old_names(renamed, f"{section}.")
+        warn_about_old_names(renamed, f"{section}.")
     return tree
 
 
-def _start_of_error(places: dict[str, str], section: str, option: str) -> str:
-    """Return the place of an option as errors begin with it."""
+def _error_prefix(places: dict[str, str], section: str, option: str) -> str:
+    """Return the start of an error about an option."""
     return f"{place_of(places, f'{section}.{option}')}: {section}."
 
 
-def _normalised(path: Path) -> str:
-    """Return an existing path without `folder/..`, unless a symbolic link on the way changes what that means."""
-    plain = os.path.normpath(path)
-    return plain if os.path.exists(plain) and os.path.samefile(plain, path) else str(path)
+def _normalize(path: Path) -> str:
+    """Return an existing path without `folder/..`, unless a symbolic link changes its meaning."""
+    normalized = os.path.normpath(path)
+    return normalized if os.path.exists(normalized) and os.path.samefile(normalized, path) else str(path)
 
 
-def train_config(recipe: Recipe, config_class: Any) -> Any:
-    """The method's Config from `recipe.train`, its values converted to the fields' types (`"5e-7"` is a float). Raises
-    InputError for an unknown name, a wrong type, a contradiction that the class finds, or a package that is missing.
+def train_config(recipe: Recipe, config_class: "type[PostTrainConfig]") -> "PostTrainConfig":
+    """Build the method's Config from `recipe.train`, with values converted to the types of the fields.
+
+    Raises:
+        InputError: For an unknown key, a wrong type, options that cannot be combined, and a missing package.
     """
-    values = build_kwargs(fields_of(config_class), recipe.train, "train", recipe.where, partial(_advise, recipe.method))
+    fields = fields_of(config_class)
+    values = build_kwargs(fields, recipe.train, "train", recipe.where, partial(_suggest_key, recipe.method))
     values = add_teacher_options(recipe, values)
     try:
-        # its rules are run once, by `load_recipe`, unless the section has changed since
+        # `load_recipe` has applied the rules, unless the section has changed since
         unchanged = recipe.checked == add_teacher_options(recipe, dict(recipe.train))
-        is_checked = unchanged and hasattr(config_class, "of_checked")
-        return config_class.of_checked(**values) if is_checked else config_class(**values)
+        is_checked = unchanged and hasattr(config_class, "from_checked")
+        return config_class.from_checked(**values) if is_checked else config_class(**values)
     except LaunchError:
         raise
     except (ValueError, TypeError, ImportError, OSError, ArithmeticError) as error:
-        # the first key of the recipe that the message names is to blame, or whose text it quotes
+        # attribute the error to the first key that the message names, or whose value it quotes
         problem = " ".join(str(error).split())
         named = [name for name in re.findall(r"\w+", problem) if name in recipe.train]
         quoted = [name for name, value in recipe.train.items() if isinstance(value, str) and repr(value) in problem]
@@ -194,78 +217,92 @@ def train_config(recipe: Recipe, config_class: Any) -> Any:
 
 
 def add_teacher_options(recipe: Recipe, values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of the train section with those options of `teacher` that the teachers' sections give."""
+    """Return the values of the train section with the options of `teacher` that come from the teachers' sections."""
     sections = {key.partition(".")[2]: section for key, section in recipe.teacher_sections()}
     prompts = {name: section.prompt for name, section in sections.items() if section.prompt is not None}
-    own = {name: section.name_or_path for name, section in sections.items() if section.own_tokenizer}
-    found = {"prompt": prompts, "tokenizer": own, "names": [*(recipe.teachers or ())]}
-    options = {
+    tokenizers = {name: section.name_or_path for name, section in sections.items() if section.own_tokenizer}
+    by_option = {"prompt": prompts, "tokenizer": tokenizers, "names": [*(recipe.teachers or ())]}
+    section_options = {
         option: value[""] if isinstance(value, dict) and "" in value else value
-        for option, value in found.items()
+        for option, value in by_option.items()
         if value
     }
-    given = TEACHER.as_mapping(values.get("teacher"))
-    return values if given is None or not options else values | {"teacher": given | options}
+    options = TEACHER.as_mapping(values.get("teacher"))
+    return values if options is None or not section_options else values | {"teacher": options | section_options}
 
 
 def raise_first_problem(recipe: Recipe, problems: Iterable[Problem]) -> None:
-    """Raises InputError for the first of the problems, with the place of each key; one without keys is general."""
+    """Raise InputError for the first problem, if there is any.
+
+    Args:
+        recipe: The recipe, whose places of the keys are added to the message.
+        problems: (dotted keys, message). A problem without keys does not belong to a place.
+    """
     for keys, problem in problems:
         if not keys:
             raise InputError(problem)
-        # a default has no place of its own: name those keys that the recipe gives, if any
-        given = [key for key in keys if key in recipe.places] or [keys[0]]
-        first, *others = ((key, recipe.where(key)) for key in given)
-        also = "".join(f"; {key} is at {place}" for key, place in others if place != first[1])
-        raise InputError(f"{first[1]}: {problem}{also}")
+        # defaults have no place: name the keys that the recipe sets, if any
+        located = [key for key in keys if key in recipe.places] or [keys[0]]
+        (_, place), *others = ((key, recipe.where(key)) for key in located)
+        suffix = "".join(f"; {key} is at {other}" for key, other in others if other != place)
+        raise InputError(f"{place}: {problem}{suffix}")
 
 
-def _checked(recipe: Recipe, fields: Callable[..., Fields], values: Any, key: str, advice: Any) -> dict[str, Any]:
-    """`values` checked against fields.json; what that refuses, against the classes themselves if they are newer."""
+def _check_fields(
+    recipe: Recipe, fields: Callable[..., Fields], values: Mapping[str, Any], key: str, advice: Advice
+) -> dict[str, Any]:
+    """Validate values against fields.json or, if that fails and the installed packages are newer, the classes."""
     try:
         return build_kwargs(fields(), values, key, recipe.where, advice)
     except InputError:
         if not is_outdated():
             raise
-    return build_kwargs(fields(imported=True), values, key, recipe.where, advice)
+    return build_kwargs(fields(from_class=True), values, key, recipe.where, advice)
 
 
-def _advise_lora(key: str) -> str | None:
-    """Return what to write instead of a key of `model.lora` that does not exist."""
+def _suggest_lora_key(key: str) -> str | None:
+    """Return what to write instead of a key of `model.lora` that does not exist, or None for an unknown name."""
     names = {"rank": "r", "ranks": "r", "lora_rank": "r", "lora_r": "r", "target": "target_modules"}
     name = names.get(key.rpartition(".")[2])
     return f"use {name}" if name else None
 
 
-def _advise(method: Any, key: str) -> str | None:
-    """What to write instead of a key that does not exist, such as "write model.lora"; None for a name known nowhere."""
-    method = next((name for name in METHODS if name == method), None)  # anything may have been given
+def _suggest_key(method: object, key: str) -> str | None:
+    """Return what to write instead of a key that does not exist, or None for an unknown name.
+
+    Args:
+        method: Value of the key `method`, which may be invalid.
+        key: The dotted key.
+    """
+    method_name = next((name for name in METHODS if name == method), None)
     section, _, name = re.sub(r"\.\d+\.", ".", key).rpartition(".")
-    owner = METHODS[method].config_name if method else ""
+    owner = METHODS[method_name].config_name if method_name else ""
     if (
         section == "train"
         and (group := RENAMED.get(name, "").partition(".")[0])
         and (methods := methods_with_option(group))
     ):
-        return f"its name is now {RENAMED[name]}, which method {method} does not have, only {' and '.join(methods)}"
-    if section == "train" and (instead := instead_of(name, "recipe", owner)):
+        return (
+            f"its name is now {RENAMED[name]}, which method {method_name} does not have, only {' and '.join(methods)}"
+        )
+    if section == "train" and (instead := replacement_hint(name, "recipe", owner)):
         return instead
-    if meant := _ELSEWHERE.get(f"{section}.{name}") or _ELSEWHERE.get(name):
-        return f"write {meant}"
+    if meant := _FOREIGN_NAMES.get(f"{section}.{name}") or _FOREIGN_NAMES.get(name):
+        return f"use {meant}"
     sections = {
         "model": fields_of(ModelSection),
         "data.train": fields_of(Source),
         "data": fields_of(DataSection),
         "model.lora": lora_fields(),
-        "train": train_fields(method or next(iter(METHODS))),
+        "train": train_fields(method_name or next(iter(METHODS))),
     }
     for other, names in sections.items():
         if name in names and other != section:
-            return f"write {other}.{name}"
+            return f"use {other}.{name}"
     in_rounds = name in fields_of(RoundsSection)
     if section in ("", "train") and (methods := methods_with_option(name)):
-        more = f", or write rounds.{name} for rounds" if in_rounds else ""
-        return f"method {method} has no such option, only {' and '.join(methods)}. Remove it{more}"
+        alternative = f", or use rounds.{name} for rounds" if in_rounds else ""
+        return f"method {method_name} has no such option, only {' and '.join(methods)}. Remove it{alternative}"
     if in_rounds and section != "rounds":
-        return f"write rounds.{name}"
+        return f"use rounds.{name}"
     return None

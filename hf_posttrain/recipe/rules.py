@@ -1,4 +1,4 @@
-"""What a recipe may not say, beyond names and types of keys. Rules yield (dotted keys, sentence), without torch."""
+"""Rules of a recipe beyond names and types of keys. They yield (dotted keys, message), and do not import torch."""
 
 import importlib.util
 import json
@@ -7,47 +7,47 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import yaml
 from huggingface_hub import constants as hub
 from jinja2 import TemplateSyntaxError
 
-from ..capabilities import Feature, conflict, conflicts, option_features
+from ..capabilities import Feature, conflict_message, conflicts, option_features
 from ..data.column_inference import misspelling_problem
 from ..data.files import expand_home, report_unreadable, source_problem
-from ..data.template import parsed
+from ..data.template import parse_template
 from ..errors import path_hint
 from ..methods import METHODS
 from ..methods.rules import REFERENCE_FREE_LOSSES, teacher_problems, teacher_section_problems
 from ..models.config import has_tokenizer, is_local
-from ..monitoring.symptoms import listed
+from ..monitoring.symptoms import as_names
+from ..options import OptionValues
 from ..rounds.config import RoundsSection, rounds_features, rounds_problems
 from ..rounds.judges.config import MODEL_JUDGES
 from ..teachers.options import TEACHER
-from ..trainer.limits import BELOW_ONE, COUNT, Limit, Problem
-from ..trainer.option_group import with_groups
-from ..trainer.rules import REPORTERS, beyond, group_problems, merge_problem, one_of, problems
+from ..trainer.limits import COUNT, FRACTION_BELOW_ONE, Limit, Problem
+from ..trainer.option_group import build_groups
+from ..trainer.rules import REPORTER_PACKAGES, choice_problems, group_problems, limit_problems, merge_problem, problems
 from .sections import Recipe
 
-_LORA_LIMITS = {"r": COUNT, "alpha": COUNT, "dropout": BELOW_ONE}
+_LORA_LIMITS = {"r": COUNT, "alpha": COUNT, "dropout": FRACTION_BELOW_ONE}
 _SOURCE_LIMITS = {
-    "limit": Limit(COUNT.holds, "must be at least 1 (or null for all rows)"),
+    "limit": Limit(COUNT.is_valid, "must be at least 1 (or null for all rows)"),
     "weight": Limit(lambda n: 0 < n <= 1000, "must be positive, and at most 1000"),
 }
-_EXCLUDE_EACH_OTHER = (  # keys of a model section, and why
-    ("quantization", "from_scratch", "no weights to load"),
-    ("adapter", "from_scratch", "it belongs to saved weights"),
+_EXCLUSIVE_KEYS = (  # two keys of a model section that cannot be combined, and the reason with the fix
+    ("quantization", "from_scratch", "there are no saved weights to quantize. Remove one of them"),
+    ("adapter", "from_scratch", "an adapter belongs to saved weights. Remove one of them"),
     (
         "lora",
         "from_scratch",
-        "an adapter is saved without its random base; drop {key}.lora, or save the random model first",
+        "an adapter is saved without its random base. Remove {key}.lora, or save the random model first",
     ),
-    ("adapter", "lora", "continue an adapter or begin a new one"),
+    ("adapter", "lora", "an adapter is either continued or new. Remove one of them"),
 )
 ATTENTION = "auto", "eager", "sdpa", "flex_attention", *(f"flash_attention_{version}" for version in (2, 3, 4))
-"""What transformers knows by itself; a kernel of the hub is owner/name, and a model's own code may bring others."""
-_WANTS_EVAL = {  # values of the train section that ask for rows to evaluate on
+"""Implementations of transformers. Kernels of the hub are named owner/name, and code of a model may define others."""
+_REQUIRES_EVAL = {  # values of the train section that require rows to evaluate on
     "load_best_model_at_end": (True,),
     "eval_strategy": ("steps", "epoch"),
     "eval_on_start": (True,),
@@ -56,86 +56,102 @@ _WANTS_EVAL = {  # values of the train section that ask for rows to evaluate on
 
 
 def recipe_problems(recipe: Recipe) -> Iterator[Problem]:
-    """What makes no sense in the model, teacher and data sections."""
-    # the teacher: methods either need one or cannot use it
+    """Yield problems of the model, teacher and data sections."""
+    problem: str | None
+    # the teacher, which a method either requires or does not support
     method = recipe.method
     users = [name for name, row in METHODS.items() if row.second == "teacher"]
     if method in users and not (recipe.teacher or recipe.teachers):
-        yield ("method",), f"method {method} needs a teacher section (teacher.name_or_path: ...)"
+        yield ("method",), f"method {method} requires a teacher. Add the section teacher: {{name_or_path: ...}}"
     for name in ("teacher", "teachers"):
         if method not in users and getattr(recipe, name):
-            problem = f"method {method} uses no teacher; that section belongs to {' and '.join(users)}"
+            problem = f"{name} is only valid with method {' or '.join(users)}, not {method}. Remove the section"
             yield (name, "method"), problem
     if recipe.teacher and recipe.teachers is not None:
-        yield ("teachers", "teacher"), "teacher and teachers exclude each other: one, or several by name"
+        problem = "teacher cannot be combined with teachers. Use teacher for one, and teachers for several by name"
+        yield ("teachers", "teacher"), problem
     if recipe.teachers == {}:
-        yield ("teachers",), "teachers is empty: name one at least, {NAME: {name_or_path: ...}}"
-    for key, taught in recipe.teacher_sections():
-        yield from teacher_section_problems(key, taught)
+        yield ("teachers",), "teachers must not be empty. Add {NAME: {name_or_path: ...}}"
+    for key, teacher in recipe.teacher_sections():
+        yield from teacher_section_problems(key, teacher)
+
+    # keys of models
     for key, section in (("model", recipe.model), *recipe.teacher_sections()):
         if not section.name_or_path.strip() and not getattr(section, "self", None):
-            yield (f"{key}.name_or_path",), f"{key}.name_or_path is empty"
-        given = {name for name, value in vars(section).items() if value not in (None, False, "none", "")}
-        for one, other, why in _EXCLUDE_EACH_OTHER:
-            if {one, other} <= given:
-                keys = f"{key}.{one}", f"{key}.{other}"
-                yield keys, f"{keys[0]} and {keys[1]} exclude each other: {why.format(key=key)}"
-        if key == "model" and "quantization" in given and not given & {"adapter", "lora"}:
-            problem = "model.quantization needs model.lora or model.adapter: all weights cannot be trained"
-            yield ("model.quantization",), problem
-        # kernels of the hub, and what a model's own code brings, cannot be known here
+            yield (f"{key}.name_or_path",), f"{key}.name_or_path must not be empty"
+        keys_set = {name for name, value in vars(section).items() if value not in (None, False, "none", "")}
+        for name, other_name, reason in _EXCLUSIVE_KEYS:
+            if {name, other_name} <= keys_set:
+                keys = (f"{key}.{name}", f"{key}.{other_name}")
+                yield keys, f"{keys[0]} cannot be combined with {keys[1]}: {reason.format(key=key)}"
+        if key == "model" and "quantization" in keys_set and not keys_set & {"adapter", "lora"}:
+            problem = "model.quantization requires an adapter, since quantized weights cannot be trained"
+            yield ("model.quantization",), f"{problem}. Set model.lora or model.adapter"
+        # kernels of the hub, and implementations of a model's own code, are not known here
         if not section.trust_remote_code and not re.search("[/|]", section.attn_implementation):
-            yield from one_of(f"{key}.attn_implementation", section.attn_implementation, ATTENTION)
-        if section.chat_template and (wrong := template_problem(section.chat_template)):
-            yield (f"{key}.chat_template",), f"{key}.chat_template: {wrong}"
+            yield from choice_problems(f"{key}.attn_implementation", section.attn_implementation, ATTENTION)
+        if section.chat_template and (problem := template_problem(section.chat_template)):
+            yield (f"{key}.chat_template",), f"{key}.chat_template: {problem}"
         if section.lora is not None:
-            yield from _below(f"{key}.lora", beyond(_LORA_LIMITS, SimpleNamespace(**section.lora)))
+            yield from _prefix_keys(f"{key}.lora", limit_problems(_LORA_LIMITS, SimpleNamespace(**section.lora)))
             if section.lora.get("target_modules") in ("", []):
                 yield (f"{key}.lora.target_modules",), f"{key}.lora.target_modules must not be empty"
     if recipe.rounds:
-        yield from _of_rounds(recipe)
-    # what only one of the two models can have
+        yield from _rounds_section_problems(recipe)
+
+    # keys that only a teacher or only a policy may have
     if recipe.model.offload:
-        problem = "model.offload is for a teacher; for a policy use accelerate_configs/zero3_offload.yaml"
+        problem = "model.offload is only valid for a teacher. For a policy, use accelerate_configs/zero3_offload.yaml"
         yield ("model.offload",), problem
-    for name, taught in recipe.teacher_sections():
-        for key, why in (
-            ("lora", "the teacher is not trained (teacher.adapter loads one)"),
-            ("chat_template", "it scores the ids of the student (model.chat_template)"),
+    for name, teacher in recipe.teacher_sections():
+        for key, reason in (
+            ("lora", "a teacher is not trained. To load a saved adapter, use teacher.adapter"),
+            ("chat_template", "a teacher scores the token ids of the student. Use model.chat_template"),
         ):
-            if getattr(taught, key) is not None:
-                yield (f"{name}.{key}",), f"{name}.{key} makes no sense: {why}"
+            if getattr(teacher, key) is not None:
+                yield (f"{name}.{key}",), f"{name}.{key} is not supported: {reason}"
+
+    # sources of rows
     for name, sources in recipe.data.splits():
         if sources == []:
-            yield (f"data.{name}",), f"data.{name} is an empty list of sources: name one at least"
+            yield (f"data.{name}",), f"data.{name} must not be an empty list. Add a source"
     for key, source in recipe.sources():
         if not source.path.strip():
-            yield (f"{key}.path",), f"{key}.path is empty"
-        yield from _below(key, beyond(_SOURCE_LIMITS, source))
-        if wrong := misspelling_problem(
-            name for name in source.columns or () if name != recipe.train.get("dataset_text_field")
-        ):
-            yield (f"{key}.columns",), f"{key}.columns: {wrong}"
+            yield (f"{key}.path",), f"{key}.path must not be empty"
+        yield from _prefix_keys(key, limit_problems(_SOURCE_LIMITS, source))
+        column_names = (name for name in source.columns or () if name != recipe.train.get("dataset_text_field"))
+        if problem := misspelling_problem(column_names):
+            yield (f"{key}.columns",), f"{key}.columns: {problem}"
 
 
-def train_section_problems(recipe: Recipe, values: Any) -> Iterator[Problem]:
-    """Yield what makes no sense in the train section, read into `values`. HF's Trainer would find some of it later."""
+def train_section_problems(recipe: Recipe, values: OptionValues) -> Iterator[Problem]:
+    """Yield problems of the train section, some of which transformers' Trainer would only report later.
+
+    Args:
+        recipe: The recipe.
+        values: The section, as an object with all fields of the method's Config.
+    """
+    problem: str | None
     method = METHODS[recipe.method]
-    wrong = [*_below("train", group_problems(values, method))]
-    yield from wrong
-    if wrong:
+    invalid_groups = [*_prefix_keys("train", group_problems(values, method))]
+    yield from invalid_groups
+    if invalid_groups:
         return
-    values = with_groups(values, method.groups)
-    for name, wanting in _WANTS_EVAL.items():
-        if (value := getattr(values, name)) in wanting and recipe.data.eval is None:
-            shown = "true" if value is True else getattr(value, "value", value)
-            yield (f"train.{name}",), f"train.{name}: {shown} needs data.eval, the rows to evaluate on"
+    values = build_groups(values, method.groups)
+
+    # evaluation
+    for name, evaluating_values in _REQUIRES_EVAL.items():
+        if (value := getattr(values, name)) in evaluating_values and recipe.data.eval is None:
+            text = "true" if value is True else getattr(value, "value", value)
+            yield (f"train.{name}",), f"train.{name}: {text} requires rows to evaluate on. Set data.eval"
     if recipe.train.get("eval_steps") is not None and "eval_strategy" not in recipe.train:
-        yield ("train.eval_steps",), "train.eval_steps needs eval_strategy: steps, which is no where it is not given"
-    # the trainer says the next two as well, but only when the weights are loaded
-    quantised = recipe.model.quantization != "none"
+        problem = "train.eval_steps is only valid with eval_strategy: steps, and the default is no. Set eval_strategy"
+        yield ("train.eval_steps",), problem
+
+    # the trainer reports the next two as well, but only after the weights are loaded
+    quantized = recipe.model.quantization != "none"
     has_adapter = recipe.model.lora is not None or bool(recipe.model.adapter)
-    if values.merge_lora and (problem := merge_problem(has_adapter, quantised)):
+    if values.merge_lora and (problem := merge_problem(has_adapter, quantized)):
         keys = ("train.merge_lora", "model.quantization") if has_adapter else ("train.merge_lora",)
         yield keys, f"train.{problem}"
     yield from conflicts(recipe_features(recipe, values))
@@ -144,98 +160,117 @@ def train_section_problems(recipe: Recipe, values: Any) -> Iterator[Problem]:
             problem = f"{key}.images must be true, since the student reads images"
             yield (f"{key}.images", "model.images"), problem
     if recipe.rounds:
-        yield from _of_training_in_rounds(recipe.rounds, values)
+        yield from _rounds_train_problems(recipe.rounds, values)
     for name, source in recipe.sources():
         if name.startswith("data.train") and source.streaming and values.max_steps <= 0:
-            problem = "true needs train.max_steps, since the length of a stream is not known"
+            problem = "true requires train.max_steps, since the length of a stream is not known. Set it"
             yield (f"{name}.streaming",), f"{name}.streaming: {problem}"
-    # scripts of HF's read these, its Trainer does not
-    for name, done in (("do_train", True), ("do_eval", values.eval_strategy != "no"), ("do_predict", False)):
-        if recipe.train.get(name, done) is not done:
-            problem = "a run trains, and evaluates as eval_strategy says, whatever this says"
-            yield (f"train.{name}",), f"train.{name}: {problem}: leave it out"
-    given = TEACHER.as_mapping(recipe.train.get("teacher")) or {}
-    for name in ("prompt", "tokenizer", "names"):
-        if given.get(name) is not None:
-            problem = "a recipe has prompt and own_tokenizer in the section teacher, and names in teachers"
-            yield (f"train.teacher.{name}", "train.teacher"), f"train.teacher.{name}: {problem}"
+
+    # options that scripts of transformers read, but its Trainer does not
+    for name, is_done in (("do_train", True), ("do_eval", values.eval_strategy != "no"), ("do_predict", False)):
+        if recipe.train.get(name, is_done) is not is_done:
+            problem = "has no effect: a run always trains, and eval_strategy determines when it evaluates"
+            yield (f"train.{name}",), f"train.{name} {problem}. Remove it"
+
+    # teachers
+    teacher_options = TEACHER.as_mapping(recipe.train.get("teacher")) or {}
+    for name, section_key in (
+        ("prompt", "teacher.prompt"),
+        ("tokenizer", "teacher.own_tokenizer"),
+        ("names", "the section teachers"),
+    ):
+        if teacher_options.get(name) is not None:
+            problem = f"train.teacher.{name} is not supported in a recipe. Use {section_key}"
+            yield (f"train.teacher.{name}", "train.teacher"), problem
     for key, section in recipe.teacher_sections():
         for names, problem in teacher_problems(values, section):
             yield (key, *(f"train.{name}" for name in names)), f"{key}: {problem}"
-    yield from _below("train", problems(values, method))
+    yield from _prefix_keys("train", problems(values, method))
 
 
 def input_problems(recipe: Recipe) -> Iterator[Problem]:
-    """What is missing or broken of that which the recipe reads, as far as it shows without reading all of it."""
-    # a name that is no path here may be one of the hub
+    """Yield problems of the files that a recipe reads, as far as they are found without reading all of them."""
+    # a name that is not a path may be a name of the hub
     for key, section in recipe.models():
         for field, problem_of in (("name_or_path", _model_problem), ("adapter", _adapter_problem)):
             name = getattr(section, field)
-            if name is not None and (problem := problem_of(Path(name)) or _missing(name, recipe)):
+            if name is not None and (problem := problem_of(Path(name)) or _missing_model_problem(name, recipe)):
                 yield (f"{key}.{field}",), f"{key}.{field}: {problem}"
     if recipe.rounds and recipe.rounds.judge.by in MODEL_JUDGES:
         name = str(recipe.rounds.judge.name)
-        if problem := _model_problem(Path(name)) or _missing(name, recipe):
+        if problem := _model_problem(Path(name)) or _missing_model_problem(name, recipe):
             yield ("rounds.judge.name",), f"rounds.judge.name: {problem}"
     for key, source in recipe.sources():
         if problem := source_problem(source.path):
             yield (f"{key}.path",), f"{key}.path: {problem}"
-    if problem := _unwritable(Path(os.environ.get("HF_DATASETS_CACHE") or Path(hub.HF_HOME) / "datasets")):
-        yield (), f"the cache of data sets cannot be written: {problem}; HF_DATASETS_CACHE says where it is"
+    cache = Path(os.environ.get("HF_DATASETS_CACHE") or Path(hub.HF_HOME) / "datasets")
+    if problem := _write_problem(cache):
+        yield (), f"the cache of datasets cannot be written: {problem}. Set HF_DATASETS_CACHE to another folder"
 
 
 def run_problems(recipe: Recipe) -> Iterator[Problem]:
-    """What keeps a run from loading weights, reporting, writing its output_dir and resuming."""
+    """Yield problems that prevent a run from loading weights, reporting, writing its output_dir and resuming."""
+    problem: str | None
     for name, section in recipe.models():
         key = f"{name}.name_or_path"
         folder = Path(section.name_or_path)
         if section.from_scratch or not folder.is_dir() or any(folder.glob("*.safetensors")):
             continue
         if not any(folder.glob("*.bin")):
-            yield (key,), f"{key}: {folder} has no weights (*.safetensors): from_scratch: true begins with random ones"
+            problem = f"{folder} has no weights (*.safetensors). To start from random weights, set from_scratch: true"
+            yield (key,), f"{key}: {problem}"
         elif not section.trust_remote_code:
-            why = "which can run code: trust_remote_code: true reads them all the same"
-            yield (key,), f"{key}: {folder} has pickled weights alone (*.bin), {why}"
-    for name in listed(recipe.train.get("report_to")):
-        packages = REPORTERS.get(name, ())
+            problem = f"{folder} has only pickled weights (*.bin), which can run code"
+            yield (key,), f"{key}: {problem}. To load them, set trust_remote_code: true"
+    for name in as_names(recipe.train.get("report_to")):
+        packages = REPORTER_PACKAGES.get(name, ())
         if packages and not any(map(importlib.util.find_spec, packages)):
-            yield ("train.report_to",), f"train.report_to: {name} needs a package: pip install {packages[0]}"
-    # the folder to write, and the one to go on from
-    output = recipe.train.get("output_dir")
-    wanted = recipe.train.get("resume_from_checkpoint")
-    if not output:
-        yield ("train",), "train.output_dir is missing: the folder in which the run leaves everything"
-    elif problem := _unwritable(Path(output)):
+            problem = f"{name} requires a package that is not installed. Run pip install {packages[0]}"
+            yield ("train.report_to",), f"train.report_to: {problem}"
+
+    # the folder to write, and the checkpoint to resume
+    output_dir = recipe.train.get("output_dir")
+    checkpoint = recipe.train.get("resume_from_checkpoint")
+    if not output_dir:
+        yield ("train",), "train.output_dir is missing. Set it to the output folder of the run"
+    elif problem := _write_problem(Path(output_dir)):
         yield ("train.output_dir",), f"train.output_dir: {problem}"
-    if wanted is True and not any(Path(output or "").glob("checkpoint-*")):
-        problem = f"true, and no checkpoint is in {output}: auto begins anew where there is none"
+    if checkpoint is True and not any(Path(output_dir or "").glob("checkpoint-*")):
+        problem = f"true requires a checkpoint in {output_dir}. To start a new run if there is none, set auto"
         yield ("train.resume_from_checkpoint",), f"train.resume_from_checkpoint: {problem}"
-    if isinstance(wanted, str) and wanted != "auto" and (problem := _no_checkpoint(Path(wanted))):
+    if isinstance(checkpoint, str) and checkpoint != "auto" and (problem := _checkpoint_problem(Path(checkpoint))):
         yield ("train.resume_from_checkpoint",), f"train.resume_from_checkpoint: {problem}"
 
 
-def _of_rounds(recipe: Recipe) -> Iterator[Problem]:
-    """What makes no sense in the section of rounds, or for its method."""
+def _rounds_section_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield problems of the section `rounds`."""
     method = METHODS[recipe.method]
     rounds = recipe.rounds
     if method.second == "teacher":
-        yield ("rounds", "method"), conflict(Feature.ROUNDS, Feature.TEACHER)
-    yield from _below("rounds", rounds_problems(rounds, method.rows))  # type: ignore[arg-type]
+        yield ("rounds", "method"), conflict_message(Feature.ROUNDS, Feature.TEACHER)
+    yield from _prefix_keys("rounds", rounds_problems(rounds, method.rows))  # type: ignore[arg-type]
 
 
-def _of_training_in_rounds(rounds: RoundsSection, values: Any) -> Iterator[Problem]:
-    losses = {*listed(getattr(values, "loss_type", None) or "none")}
+def _rounds_train_problems(rounds: RoundsSection, values: OptionValues) -> Iterator[Problem]:
+    """Yield problems of the train section of a run in rounds."""
+    losses = {*as_names(getattr(values, "loss_type", None) or "none")}
     if rounds.reference == "round" and losses <= REFERENCE_FREE_LOSSES:
-        problem = f"round is of losses with a reference, and {', '.join(losses)} has none: drop it"
+        problem = f"round requires a loss with a reference, which loss_type {', '.join(losses)} is not. Remove it"
         yield ("rounds.reference", "train.loss_type"), f"rounds.reference: {problem}"
-    longest = rounds.max_completion_length
-    if values.max_length is not None and values.max_length <= longest:
-        problem = f"{values.max_length} leaves no prompt next to rounds.max_completion_length: {longest}"
-        yield ("train.max_length", "rounds.max_completion_length"), f"train.max_length: {problem}"
+    max_new_tokens = rounds.max_completion_length
+    if values.max_length is not None and values.max_length <= max_new_tokens:
+        problem = f"train.max_length={values.max_length} must exceed rounds.max_completion_length={max_new_tokens}"
+        keys = ("train.max_length", "rounds.max_completion_length")
+        yield keys, f"{problem}, so that prompts have tokens. Raise max_length, or lower max_completion_length"
 
 
-def recipe_features(recipe: Recipe, values: Any) -> dict[Feature, str]:
-    """Return the features of a recipe, each with its key. values: of the train section, with groups built."""
+def recipe_features(recipe: Recipe, values: OptionValues) -> dict[Feature, str]:
+    """Return the features of a recipe, each with its key.
+
+    Args:
+        recipe: The recipe.
+        values: The train section, with its groups built.
+    """
     features = {feature: f"train.{option}" for feature, option in option_features(values).items()}
     if recipe.rounds:
         features |= rounds_features(recipe.rounds)
@@ -254,38 +289,39 @@ def recipe_features(recipe: Recipe, values: Any) -> dict[Feature, str]:
     return features
 
 
-def _below(section: str, problems: Iterable[Problem]) -> Iterator[Problem]:
-    """Problems of the fields of an object, which is the `section` of a recipe, as problems of the recipe's keys."""
-    for names, said in problems:
-        yield tuple(f"{section}.{name}" for name in names), f"{section}.{said}" if said.startswith(names) else said
+def _prefix_keys(section: str, problems: Iterable[Problem]) -> Iterator[Problem]:
+    """Convert problems of the fields of a section to problems of the recipe's keys."""
+    for names, message in problems:
+        keys = tuple(f"{section}.{name}" for name in names)
+        yield keys, f"{section}.{message}" if message.startswith(names) else message
 
 
 @report_unreadable
 def template_problem(name: str) -> str | None:
-    """What is wrong with the file of a chat template: missing, or not the Jinja that transformers renders."""
+    """Return the problem of a chat template's file, which must be Jinja that transformers renders, or None."""
     path = Path(name)
     if not path.is_file():
-        return f"no file {name}{path_hint(path)}"
+        return f"there is no file {name}{path_hint(path)}"
     try:
-        parsed(path.read_text(encoding="utf-8"))
+        parse_template(path.read_text(encoding="utf-8"))
     except UnicodeDecodeError:
-        return f"{name} is not text in UTF-8"
+        return f"{name} is not UTF-8 text. Save the file in UTF-8"
     except TemplateSyntaxError as error:
-        return f"{name}, line {error.lineno}: no valid Jinja template: {(error.message or '').rstrip('.')}"
+        return f"{name}, line {error.lineno}: not a valid Jinja template: {(error.message or '').rstrip('.')}"
     return None
 
 
 @report_unreadable
 def _model_problem(folder: Path) -> str | None:
-    """Why a path that exists holds no model and tokenizer."""
+    """Return why an existing path is not a model with a tokenizer, or None if it is one or does not exist."""
     if not folder.exists():
         return None
     if not folder.is_dir():
-        return f"{folder} is a file: give the folder of a model, or a hub name"
+        return f"{folder} is a file. Set the folder of a model, or a hub name"
     if not (folder / "config.json").is_file():
         if (folder / "adapter_config.json").is_file():
-            return f"{folder} is an adapter: name its base model here, and the adapter in `adapter`"
-        return f"folder {folder} has no config.json, so it is no model"
+            return f"{folder} is an adapter. Set the base model here, and the adapter in `adapter`"
+        return f"folder {folder} is not a model, since it has no config.json"
     try:
         json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except ValueError as error:
@@ -297,43 +333,47 @@ def _model_problem(folder: Path) -> str | None:
 
 @report_unreadable
 def _adapter_problem(folder: Path) -> str | None:
-    found = not folder.exists() or (folder / "adapter_config.json").is_file()
-    return None if found else f"{folder} has no adapter_config.json, so it is no PEFT adapter"
+    """Return why an existing path is not an adapter, or None if it is one or does not exist."""
+    if not folder.exists() or (folder / "adapter_config.json").is_file():
+        return None
+    return f"{folder} is not a PEFT adapter, since it has no adapter_config.json"
 
 
-def _missing(name: str, recipe: Recipe) -> str | None:
-    """Why there is no model of this name; None where it is there, or the hub may have it."""
+def _missing_model_problem(name: str, recipe: Recipe) -> str | None:
+    """Return why there is no model with a name, or None if there is one or the hub may have it."""
     path = Path(name)
     cached = Path(hub.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
     if path.exists() or (not is_local(name) and (not hub.HF_HUB_OFFLINE or cached.is_dir())):
         return None
-    offline = "" if is_local(name) else ", and with HF_HUB_OFFLINE the hub is not asked"
+    offline = "" if is_local(name) else ", and HF_HUB_OFFLINE disables the hub"
     hint = path_hint(path)
-    # better than a similar name: the recipe in the same folder that would write it
+    # a recipe in the same folder that writes the model is a better hint than a similar name
     for sibling in sorted(recipe.path.parent.glob("*.yaml")):
         try:
-            written = yaml.safe_load(sibling.read_text(encoding="utf-8"))["train"]["output_dir"]
-            if path.is_relative_to(written) and not sibling.samefile(recipe.path):
-                hint = f"; {sibling} trains it: run that first"
+            output_dir = yaml.safe_load(sibling.read_text(encoding="utf-8"))["train"]["output_dir"]
+            if path.is_relative_to(output_dir) and not sibling.samefile(recipe.path):
+                hint = f". {sibling} trains it; run that recipe first"
                 break
-        except (OSError, yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError):  # another kind of file, or none
+        except (OSError, yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError):  # not a recipe
             continue
     return f"{name}: no such folder{offline}{hint}"
 
 
 @report_unreadable
-def _unwritable(folder: Path) -> str | None:
-    """Why a folder that may not be there yet cannot be written to."""
+def _write_problem(folder: Path) -> str | None:
+    """Return why a folder, which may not exist yet, cannot be written to, or None if it can."""
     folder = expand_home(folder).absolute()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     if not existing.is_dir():
         return f"{existing} is a file, not a folder"
-    return None if os.access(existing, os.W_OK | os.X_OK) else f"{existing} may not be written to"
+    return None if os.access(existing, os.W_OK | os.X_OK) else f"there is no permission to write to {existing}"
 
 
 @report_unreadable
-def _no_checkpoint(folder: Path) -> str | None:
-    """Why this is no checkpoint to resume."""
+def _checkpoint_problem(folder: Path) -> str | None:
+    """Return why a folder is not a checkpoint to resume, or None if it may be one."""
     if not folder.is_dir():
         return f"there is no folder {folder}{path_hint(folder)}"
-    return f"{folder} holds checkpoints: name one, or auto" if any(folder.glob("checkpoint-*")) else None
+    if any(folder.glob("checkpoint-*")):
+        return f"{folder} is a folder with checkpoints. Set one of them, or auto"
+    return None

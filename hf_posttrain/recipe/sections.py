@@ -1,4 +1,4 @@
-"""The sections of a recipe as dataclasses; `models.config` has that of a model."""
+"""Sections of a recipe as dataclasses. The section of a model is in `models.config`."""
 
 import dataclasses
 import textwrap
@@ -20,32 +20,34 @@ _NAMES: Any = Literal[tuple(METHODS)]
 
 @dataclass
 class Source:
-    """Rows from one place."""
+    """A source of rows."""
 
     path: str = option(
-        help="A .jsonl, .json, .csv or .parquet file, a folder (of files or saved to disk) or a hub name."
+        help="A .jsonl, .json, .csv or .parquet file, a folder of files or of a saved dataset, or a hub name."
     )
-    name: str | None = option(None, "The hub data set's configuration.")
-    split: str = option("train", "Split of a hub data set or saved DatasetDict; slices as `train[:90%]` are allowed.")
+    name: str | None = option(None, "Configuration of the hub dataset.")
+    split: str = option(
+        "train", "Split of a hub dataset or saved DatasetDict. Slices such as `train[:90%]` are allowed."
+    )
     columns: dict[str, str] | None = option(
-        None, "Our column: the data set's column, such as {prompt: question, completion: answer}."
+        None, "Columns with other names, such as {prompt: question, completion: answer}."
     )
-    limit: int | None = option(None, "Take the first so many rows.")
+    limit: int | None = option(None, "Number of rows to read from the start; by default all.")
     weight: float = option(
-        1.0, "How many times its rows count (0.5: half of them, drawn at random); the share of a stream."
+        1.0, "Number of times that its rows are used (0.5: a random half), or the share of a stream in a mixture."
     )
-    streaming: bool = option(False, "Read rows as training goes; never all of them at once.")
+    streaming: bool = option(False, "Read rows during training, instead of all of them before.")
 
 
 @dataclass
 class DataSection:
-    """What is trained and evaluated on; the sources of a list are mixed by weight."""
+    """Rows for training and evaluation. A list of sources is mixed by weight."""
 
     train: Source | list[Source] = option(help="Training rows.")
     eval: Source | list[Source] | None = option(None, "Evaluation rows.")
 
     def splits(self) -> Iterator[tuple[str, Source | list[Source]]]:
-        """("train", sources) and, if there are any, ("eval", sources)."""
+        """Yield ("train", sources) and, if there are evaluation rows, ("eval", sources)."""
         yield "train", self.train
         if self.eval is not None:
             yield "eval", self.eval
@@ -53,57 +55,64 @@ class DataSection:
 
 @dataclass
 class Recipe:
-    """A whole run."""
+    """A run."""
 
     method: _NAMES = option(help="The training method.")
     model: ModelSection = option(help="The policy or student.")
     data: DataSection = option(help="Training and evaluation rows.")
     teacher: TeacherSection | None = option(None, "The teacher, for methods with one.")
     teachers: dict[str, TeacherSection] | None = option(
-        None, "Several teachers by name, in the place of one: a row's column `teacher` says which is its own."
+        None, "Several teachers by name, in place of `teacher`. The column `teacher` names the teacher of each row."
     )
     rounds: RoundsSection | None = option(
-        None, "Train on the model's own judged answers, in rounds; the data hold prompts."
+        None, "Train in rounds on judged answers of the model itself. The data contain prompts."
     )
-    train: dict[str, Any] = option(help="Arguments of the method's Config, as given.", default_factory=dict)
+    train: dict[str, Any] = option(help="Arguments of the method's Config.", default_factory=dict)
+
     # not keys of a recipe
     path: Path = field(default=Path("recipe"), metadata={"hidden": True})
-    """File that it was read from."""
+    """File that the recipe was read from."""
     places: dict[str, str] = field(default_factory=dict, repr=False, compare=False, metadata={"hidden": True})
-    """Place of each dotted key: file:line or "command line"."""
+    """Place of each dotted key, file:line or "command line"."""
     checked: dict[str, Any] | None = field(default=None, repr=False, compare=False, metadata={"hidden": True})
-    """The train section as the rules of its method have checked it."""
+    """The train section that was validated by the rules of its method."""
 
     def where(self, key: str) -> str:
-        """The place of a dotted key, or of the nearest key above it."""
+        """Return the place of a dotted key, or of its closest parent with a place."""
         return place_of(self.places, key)
 
     @property
-    def reads(self) -> Method:
-        """The method's row of the table, with the kind of rows that the data hold: in rounds they are prompts."""
+    def data_method(self) -> Method:
+        """The method with the row kind of the data, which is prompts in rounds."""
         method = METHODS[self.method]
         return dataclasses.replace(method, rows=PROMPTS) if self.rounds else method
 
     def models(self) -> Iterator[tuple[str, ModelSection]]:
-        """("model", section) and the same of each teacher whose weights are loaded: no server, nor the student."""
+        """Yield ("model", section), and (key, section) of each teacher whose weights are loaded.
+
+        Teachers on a server and the student as its own teacher are left out.
+        """
         yield "model", self.model
         yield from ((key, section) for key, section in self.teacher_sections() if not (section.url or section.self))
 
     def teacher_sections(self) -> Iterator[tuple[str, TeacherSection]]:
-        """("teacher", section) of the teacher, or ("teachers.NAME", section) of each of several."""
+        """Yield ("teacher", section) of the teacher, or ("teachers.NAME", section) of each of several teachers."""
         if self.teacher:
             yield "teacher", self.teacher
         for name, section in (self.teachers or {}).items():
             yield f"teachers.{name}", section
 
     def sources(self) -> Iterator[tuple[str, Source]]:
-        """(dotted key, source) of everything that is read."""
-        for name, given in self.data.splits():
-            for number, source in enumerate(given if isinstance(given, list) else [given]):
-                yield f"data.{name}.{number}" if isinstance(given, list) else f"data.{name}", source
+        """Yield (dotted key, source) of every source."""
+        for name, sources in self.data.splits():
+            for number, source in enumerate(sources if isinstance(sources, list) else [sources]):
+                yield f"data.{name}.{number}" if isinstance(sources, list) else f"data.{name}", source
 
     def to_dict(self) -> dict[str, Any]:
-        """The recipe as resolved: every key of every section; `train` holds the given ones, without secrets."""
+        """Return the resolved recipe with every key of every section.
+
+        The section `train` has only the keys that are set, without secrets.
+        """
         tree = dataclasses.asdict(self)
         if self.rounds:
             tree["rounds"]["sampler"] = self.rounds.sampler.to_dict()
@@ -120,9 +129,13 @@ class Recipe:
         return {name: tree[name] for name in names}
 
     def to_yaml(self, defaults: Mapping[str, Any] | None = None) -> str:
-        """The same as YAML, which `load_recipe` reads back; after the given options of training those of `defaults`."""
+        """Return the resolved recipe as YAML, which `load_recipe` can read.
+
+        Args:
+            defaults: Options to append to the section `train`.
+        """
         text = f"# resolved from {self.path}\n" + write_tree(self.to_dict())
         if defaults:
-            text += "  # not given, with the defaults of the version that trained\n"
+            text += "  # not set; these are the defaults of the version that trained\n"
             text += textwrap.indent(write_tree(dict(defaults)), "  ")
         return text

@@ -1,11 +1,11 @@
-"""Command lines of TRL's scripts: the names that they import in addition to a Config and a trainer.
+"""Command lines of TRL's scripts, with the names that they import in addition to a Config and a trainer.
 
-Options and defaults are those of TRL, so that a script runs after its imports were changed:
+Options and defaults are the same as in TRL, so that a script runs after its imports are changed:
 
     parser = TrlParser((ScriptArguments, SFTConfig, ModelConfig))
     script_args, training_args, model_args = parser.parse_args_and_config()
 
-A new run is better written as a recipe, which is checked before a model is loaded.
+For a new run, prefer a recipe, which is validated before a model is loaded.
 """
 
 import argparse
@@ -116,20 +116,20 @@ class DatasetMixtureConfig:
     )
 
     def __post_init__(self) -> None:
-        self.datasets = [_dataset_config(given) for given in self.datasets]
+        self.datasets = [_dataset_config(entry) for entry in self.datasets]
 
 
-def _dataset_config(given: object) -> DatasetConfig:
-    """Return one entry of a mixture. Raises InputError for a wrong one."""
-    if isinstance(given, DatasetConfig):
-        return given
-    if not isinstance(given, dict) or "path" not in given:
-        raise InputError(f"datasets: {given!r} must be a mapping with `path`, in the file that --config names")
+def _dataset_config(entry: object) -> DatasetConfig:
+    """Convert one entry of a mixture, and raise InputError for an invalid one."""
+    if isinstance(entry, DatasetConfig):
+        return entry
+    if not isinstance(entry, dict) or "path" not in entry:
+        raise InputError(f"datasets: {entry!r} must be a mapping with `path`, in the file that --config names")
     known = DatasetConfig.__dataclass_fields__
-    for name in given:
+    for name in entry:
         if name not in known:
-            raise InputError(f"datasets: {given['path']} cannot have {name!r}{name_hint(str(name), known)}")
-    return DatasetConfig(**given)
+            raise InputError(f"datasets: {entry['path']} cannot have {name!r}{name_hint(str(name), known)}")
+    return DatasetConfig(**entry)
 
 
 class TrlParser(HfArgumentParser):
@@ -141,36 +141,48 @@ class TrlParser(HfArgumentParser):
         return_remaining_strings: bool = False,
         fail_with_unknown_args: bool = True,
     ) -> tuple[Any, ...]:
-        """Return one instance of each dataclass, and with `return_remaining_strings` the strings that nothing takes.
+        """Parse the command line and the file.
 
-        `env` in the file sets environment variables. With `fail_with_unknown_args=False` unknown keys of the file are
-        logged and left out. Raises InputError for a file that cannot be read, and for unknown keys.
+        `env` in the file sets environment variables.
+
+        Args:
+            args: The arguments. Defaults to sys.argv.
+            return_remaining_strings: Whether to return the arguments that no dataclass has.
+            fail_with_unknown_args: Whether unknown keys of the file raise an error instead of a warning.
+
+        Returns:
+            One instance of each dataclass, and the remaining strings if requested.
+
+        Raises:
+            InputError: For a file that cannot be read, and for unknown keys.
         """
-        outer = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-        outer.add_argument("--config")
-        chosen, left = outer.parse_known_args(sys.argv[1:] if args is None else list(args))
-        options = {} if chosen.config is None else _read_config(chosen.config)
-        known = {one.name: one for kind in self.dataclass_types for one in fields(kind) if one.init}
+        config_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        config_parser.add_argument("--config")
+        namespace, arguments = config_parser.parse_known_args(sys.argv[1:] if args is None else list(args))
+        file = namespace.config
+        options = {} if file is None else _read_config(file)
+        known = {field.name: field for kind in self.dataclass_types for field in fields(kind) if field.init}
         unknown = [name for name in options if name not in known]
         if unknown and not return_remaining_strings:
-            problem = f"{chosen.config}: {unknown[0]} is not an option of this script{name_hint(unknown[0], known)}"
+            problem = f"{file}: {unknown[0]} is not an option of this script{name_hint(unknown[0], known)}"
             if fail_with_unknown_args:
                 raise InputError(problem)
-            logger.warning("%s. It is left out.", problem)
-        of_file = {name: value for name, value in options.items() if name in known}
-        self.set_defaults(**of_file)
-        for name, value in of_file.items():
-            if known[name].default is known[name].default_factory is MISSING:  # argparse requires it on the line
-                left = [f"--{name}", *map(str, value if isinstance(value, list) else [value]), *left]
-        parsed = self.parse_args_into_dataclasses(args=left, return_remaining_strings=return_remaining_strings)
+            logger.warning("%s. It is ignored.", problem)
+
+        file_options = {name: value for name, value in options.items() if name in known}
+        self.set_defaults(**file_options)
+        for name, value in file_options.items():
+            if known[name].default is known[name].default_factory is MISSING:  # argparse ignores defaults of these
+                arguments = [f"--{name}", *map(str, value if isinstance(value, list) else [value]), *arguments]
+        parsed = self.parse_args_into_dataclasses(args=arguments, return_remaining_strings=return_remaining_strings)
         if not return_remaining_strings:
             return parsed
-        from_file = [text for name in unknown for text in (f"--{name}", str(options[name]))]
-        return (*parsed[:-1], from_file + parsed[-1])
+        remaining = [text for name in unknown for text in (f"--{name}", str(options[name]))]
+        return (*parsed[:-1], remaining + parsed[-1])
 
 
 def _read_config(file: str) -> dict[str, Any]:
-    """Return the options of a YAML file, after its `env` was set. Raises InputError for another content."""
+    """Return the options of a YAML file, and set the environment variables of its `env`."""
     try:
         options = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
@@ -185,7 +197,7 @@ def _read_config(file: str) -> dict[str, Any]:
 
 
 def get_peft_config(model_args: ModelConfig) -> peft.LoraConfig | None:
-    """Return the LoRA configuration that a script asks for, or None without `use_peft`."""
+    """Return the LoRA configuration of a script, or None without `use_peft`."""
     if not model_args.use_peft:
         return None
     return peft.LoraConfig(
@@ -202,7 +214,7 @@ def get_peft_config(model_args: ModelConfig) -> peft.LoraConfig | None:
 
 
 def get_quantization_config(model_args: ModelConfig) -> BitsAndBytesConfig | None:
-    """Return the bitsandbytes configuration that a script asks for, or None if it asks for none."""
+    """Return the bitsandbytes configuration of a script, or None without quantization."""
     if model_args.load_in_8bit:
         return BitsAndBytesConfig(load_in_8bit=True)
     if not model_args.load_in_4bit:
@@ -222,38 +234,45 @@ def get_kbit_device_map() -> dict[str, int] | None:
 
 
 def get_dataset(mixture: DatasetMixtureConfig) -> Any:
-    """Return a dict of splits with the concatenated datasets of a mixture: `train`, and `test` if one is asked for.
+    """Load and concatenate the datasets of a mixture.
 
-    Raises InputError for a mixture without datasets, for a test split or a fraction of a stream, and for fractions of
-    some datasets only.
+    Returns:
+        A dictionary with the split `train`, and the split `test` if `test_split_size` is set.
+
+    Raises:
+        InputError: For a mixture without datasets, for a test split or a fraction of a stream, and for fractions of
+            only some datasets.
     """
     if not mixture.datasets:
-        raise InputError("datasets: the mixture must name a dataset at least")
+        raise InputError("datasets: the mixture must not be empty. Add a dataset")
     if mixture.test_split_size is not None and mixture.streaming:
-        raise InputError("test_split_size cannot be combined with streaming: a stream has no length")
+        raise InputError(
+            "test_split_size cannot be combined with streaming: a stream has no length. Remove one of them"
+        )
     parts = []
-    for one in mixture.datasets:
-        where = {"data_dir": one.data_dir, "data_files": one.data_files, "split": one.split}
-        part = datasets.load_dataset(one.path, one.name, **where, streaming=mixture.streaming)
-        parts.append(part if one.columns is None else part.select_columns(one.columns))
-    whole = datasets.concatenate_datasets(_in_shares(parts, mixture))
+    for config in mixture.datasets:
+        source = {"data_dir": config.data_dir, "data_files": config.data_files, "split": config.split}
+        part = datasets.load_dataset(config.path, config.name, **source, streaming=mixture.streaming)
+        parts.append(part if config.columns is None else part.select_columns(config.columns))
+    rows = datasets.concatenate_datasets(_select_fractions(parts, mixture))
     if mixture.test_split_size is not None:
-        return whole.train_test_split(test_size=mixture.test_split_size)
+        return rows.train_test_split(test_size=mixture.test_split_size)
     kind = datasets.IterableDatasetDict if mixture.streaming else datasets.DatasetDict
-    return kind({"train": whole})
+    return kind({"train": rows})
 
 
-def _in_shares(parts: list[Any], mixture: DatasetMixtureConfig) -> list[Any]:
-    """Return the first rows of each dataset, so many that their numbers are as its `fraction`s."""
-    fractions = [one.fraction for one in mixture.datasets]
-    shares = [fraction for fraction in fractions if fraction is not None]
-    if not shares:
+def _select_fractions(parts: list[Any], mixture: DatasetMixtureConfig) -> list[Any]:
+    """Return the first rows of each dataset, in numbers that are proportional to `fraction`."""
+    all_fractions = [config.fraction for config in mixture.datasets]
+    fractions = [fraction for fraction in all_fractions if fraction is not None]
+    if not fractions:
         return parts
-    if len(shares) < len(fractions):
-        raise InputError("datasets: some have a `fraction` and some have none. Set it for all of them, or for none.")
+    if len(fractions) < len(all_fractions):
+        raise InputError("datasets: some have a `fraction` and some have none. Set it for all of them, or for none")
     if mixture.streaming:
-        raise InputError("datasets: `fraction` cannot be combined with streaming: a stream has no length")
-    if min(shares) < 0 or not 0 < sum(shares) < float("inf"):
-        raise InputError(f"datasets: `fraction` must be positive, and is {', '.join(map(str, shares))}")
-    rows = min(len(part) / share for part, share in zip(parts, shares, strict=True) if share)
-    return [part.select(range(round(rows * share))) for part, share in zip(parts, shares, strict=True)]
+        problem = "datasets: `fraction` cannot be combined with streaming: a stream has no length"
+        raise InputError(f"{problem}. Remove one of them")
+    if min(fractions) < 0 or not 0 < sum(fractions) < float("inf"):
+        raise InputError(f"datasets: `fraction` must be positive, not {', '.join(map(str, fractions))}")
+    rows = min(len(part) / fraction for part, fraction in zip(parts, fractions, strict=True) if fraction)
+    return [part.select(range(round(rows * fraction))) for part, fraction in zip(parts, fractions, strict=True)]

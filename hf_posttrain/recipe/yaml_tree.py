@@ -1,4 +1,4 @@
-"""A YAML file with overrides, as a plain tree and the place of each dotted key. A duplicate key is an error."""
+"""Reader and writer of YAML files, with overrides and the place of each dotted key. Duplicate keys are errors."""
 
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -10,8 +10,8 @@ import yaml
 from ..errors import InputError, path_hint
 from .fields import join_key
 
-# Kind of scalar -> the texts that are one, and their first letters: those of YAML 1.2, in which 5e-7 is a float and
-# `no` a text; PyYAML has 1.1
+# Type of scalar -> its pattern and the possible first characters, as in YAML 1.2, in which 5e-7 is a float and `no` is
+# a string. PyYAML implements YAML 1.1.
 _PLAIN_SCALARS = {
     "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     "bool": (r"true|True|TRUE|false|False|FALSE", [*"tTfF"]),
@@ -22,19 +22,21 @@ _PLAIN_SCALARS = {
     ),
     "merge": (r"<<", ["<"]),
 }
-OVERRIDE = re.compile(r"\w+(\.[\w-]+)*=")  # how section.key=value begins
+OVERRIDE = re.compile(r"\w+(\.[\w-]+)*=")
+"""Start of section.key=value."""
 
 
 class _Loader(yaml.SafeLoader):
-    """With the plain scalars of YAML 1.2 alone."""
+    """Loader with the plain scalars of YAML 1.2."""
 
     yaml_implicit_resolvers: dict = {}
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes whatever YAML 1.1 or 1.2 would take for something else than a text, and repeats instead of aliases."""
+    """Dumper that quotes strings which YAML 1.1 or 1.2 would read as another type, and writes no aliases."""
 
-    def ignore_aliases(self, data: Any) -> bool:
+    def ignore_aliases(self, data: object) -> bool:
+        """Return True, so that repeated values are written again."""
         return True
 
 
@@ -44,18 +46,25 @@ for _kind, (_pattern, _first) in _PLAIN_SCALARS.items():
 
 
 def read_tree(path: Path, overrides: Iterable[str] = ()) -> tuple[Any, dict[str, str]]:
-    """Read a YAML file and apply `section.key=value` overrides; returns its value and {dotted key: place}.
+    """Read a YAML file, and apply overrides.
 
-    A place is "recipes/kto.yaml:12" or "command line". Raises InputError, in one line, for a missing or unreadable
-    file, a syntax error, a duplicate key, and an override that has another form or leads nowhere.
+    Args:
+        path: The file.
+        overrides: Texts of the form `section.key=value`.
+
+    Returns:
+        The value, and {dotted key: place}. A place is "recipes/kto.yaml:12" or "command line".
+
+    Raises:
+        InputError: For a missing or unreadable file, a syntax error, a duplicate key, and an invalid override.
     """
     try:
         text = path.read_text(encoding="utf-8")
     except IsADirectoryError:
-        raise InputError(f"{path} is a folder; a recipe is a YAML file") from None
+        raise InputError(f"a recipe must be a YAML file, and {path} is a folder") from None
     except (FileNotFoundError, NotADirectoryError):
-        hint = path_hint(path) if path.parent.is_dir() else f": there is no folder {path.parent}"
-        raise InputError(f"no recipe {path}{hint}") from None
+        hint = path_hint(path) if path.parent.is_dir() else f", since there is no folder {path.parent}"
+        raise InputError(f"there is no recipe {path}{hint}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path} cannot be read as text: {error}") from None
     tree, places = _parse(text, lambda line: f"{path}:{line}")
@@ -63,14 +72,16 @@ def read_tree(path: Path, overrides: Iterable[str] = ()) -> tuple[Any, dict[str,
     for override in overrides:
         key, _, value = override.partition("=")
         if not OVERRIDE.match(override):
-            raise InputError(f"command line: {override!r} is not section.key=value, such as train.learning_rate=5e-7")
+            problem = "must have the form section.key=value, such as train.learning_rate=5e-7"
+            raise InputError(f"command line: {override!r} {problem}")
         parsed, _ = _parse(value, lambda _: f"command line: {override}")  # noqa: B023 (called at once)
         if "#" in value and "#" not in str(parsed):
-            raise InputError(f"command line: {override}: behind # is a comment: quote the value, {key}='\"{value}\"'")
+            problem = f"the text after # is a comment. To include it, quote the value: {key}='\"{value}\"'"
+            raise InputError(f"command line: {override}: {problem}")
         if tree and not isinstance(tree, dict):
-            break  # no recipe: its reader says so
+            break  # not a recipe, which its reader reports
         tree = _assign(tree, key.split("."), parsed)
-        # what stood below the key is gone; sections that the override has made are of the command line too
+        # keys below the override are replaced, and sections that it creates belong to the command line as well
         places = {known: place for known, place in places.items() if not known.startswith(f"{key}.")}
         places[key] = "command line"
         while "." in key:
@@ -80,48 +91,59 @@ def read_tree(path: Path, overrides: Iterable[str] = ()) -> tuple[Any, dict[str,
 
 
 def write_tree(tree: object) -> str:
-    """`tree` as YAML that `read_tree` (and any YAML 1.1 reader) reads back as the same."""
+    """Return a tree as YAML that `read_tree` and every YAML 1.1 reader read as the same tree."""
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def place_of(places: dict[str, str], key: str) -> str:
-    """Where a key stands, or the nearest key above it; `places[""]` is the file."""
+    """Return the place of a key, or of its closest parent with a place. `places[""]` is the file."""
     while key and key not in places:
         key = key.rpartition(".")[0]
     return places.get(key, "recipe")
 
 
 def _parse(text: str, place: Callable[[int], str]) -> tuple[Any, dict[str, str]]:
-    """The value of one YAML document and {dotted key: place(line)}."""
+    """Return the value of one YAML document, and {dotted key: place(line)}."""
     lines: dict[str, int] = {}
     try:
         loader = _Loader(text)
         if (node := loader.get_single_node()) is None:
             return None, {}
-        _note_lines(node, "", place, lines, ())
+        _record_lines(node, "", place, lines, ())
         return loader.construct_document(node), {key: place(line) for key, line in lines.items()}
     except InputError:
         raise
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        # PyYAML's errors differ in where they have line and problem; int() and recursion have none
+        # PyYAML's errors have line and problem in different attributes; errors of int() and of recursion have neither
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
         problem = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error).splitlines()[0]
-        context = f" {said}" if (said := getattr(error, "context", None)) else ""
-        hint = "; a text with {{ in it wants quotes" if "{{" in text else ""
+        context = getattr(error, "context", None)
+        context = f" {context}" if context else ""
+        hint = ". Put texts that contain {{ in quotes" if "{{" in text else ""
         where = place(mark.line + 1 if mark else 1)
         raise InputError(f"{where}: YAML syntax error{context}: {problem}{hint}") from None
 
 
-def _note_lines(node: yaml.Node, key: str, place: Callable[[int], str], lines: dict[str, int], above: tuple) -> None:
-    """Add the line of every key below `node`, which is that of `key`; `above` are the nodes around it."""
-    if any(node is parent for parent in above):
+def _record_lines(
+    node: yaml.Node, key: str, place: Callable[[int], str], lines: dict[str, int], parents: tuple[yaml.Node, ...]
+) -> None:
+    """Add the line of every key below a node.
+
+    Args:
+        node: The node.
+        key: Dotted key of the node.
+        place: Function that returns the place of a line, for messages.
+        lines: Dictionary to fill, dotted key -> line.
+        parents: The nodes around this one.
+    """
+    if any(node is parent for parent in parents):
         raise InputError(f"{place(node.start_mark.line + 1)}: {key} contains itself")
     _check_tag(node, place)
     if isinstance(node, yaml.MappingNode):
         for name, _ in node.value:
             _check_tag(name, place)
         children = [(name.value, name, child) for name, child in node.value]
-    else:  # a list, whose items are numbered, or a scalar
+    else:  # the items of a list are numbered; a scalar has no children
         children = [(n, child, child) for n, child in enumerate(node.value if isinstance(node.value, list) else [])]
     for name, start, child in children:
         full = join_key(key, name)
@@ -129,34 +151,35 @@ def _note_lines(node: yaml.Node, key: str, place: Callable[[int], str], lines: d
         if full in lines:
             raise InputError(f"{place(line)}: duplicate key {full} (first in line {lines[full]})")
         lines[full] = line
-        _note_lines(child, full, place, lines, (*above, node))
+        _record_lines(child, full, place, lines, (*parents, node))
 
 
 def _check_tag(node: yaml.Node, place: Callable[[int], str]) -> None:
-    """Refuse a tag such as `!!timestamp x`: PyYAML would fail at it, or make what is no plain value."""
+    """Raise InputError for a tag such as `!!timestamp x`, with which PyYAML fails or returns no plain value."""
     kind = node.tag.removeprefix("tag:yaml.org,2002:")
     kinds = [name for name in (kind, "int" * (kind == "float")) if name in _PLAIN_SCALARS]  # !!float 3 is 3.0
-    plain = any(re.fullmatch(_PLAIN_SCALARS[name][0], str(node.value)) for name in kinds)
-    if not plain and kind not in ("str", "seq", "map"):
+    is_plain = any(re.fullmatch(_PLAIN_SCALARS[name][0], str(node.value)) for name in kinds)
+    if not is_plain and kind not in ("str", "seq", "map"):
         tag = kind if kind.startswith("!") else f"!!{kind}"
-        raise InputError(f"{place(node.start_mark.line + 1)}: the tag {tag} is not read for such a value: drop it")
+        problem = f"the tag {tag} is not supported for this value. Remove it"
+        raise InputError(f"{place(node.start_mark.line + 1)}: {problem}")
 
 
 def _assign(tree: object, names: Sequence[str], value: object, key: str = "") -> Any:
-    """A copy of `tree` with `value` at the path `names`; mappings that are missing or null on the way are made."""
+    """Return a copy of a tree with a value at a path. Mappings on the path that are missing or null are created."""
     if not names:
         return value
     name = names[0]
     rest = names[1:]
     if isinstance(tree, list):
         if not (name.isdigit() and int(name) < len(tree)):
-            say = f"{key}.{{0..{len(tree) - 1}}}" if tree else "its whole value"
-            raise InputError(f"command line: {key} is a list of {len(tree)}: set {say}, not {key}.{name}")
+            target = f"{key}.{{0..{len(tree) - 1}}}" if tree else "the whole list"
+            problem = f"{key}.{name} cannot be set, since {key} is a list of length {len(tree)}"
+            raise InputError(f"command line: {problem}. Set {target}")
         index = int(name)
         return [*tree[:index], _assign(tree[index], rest, value, join_key(key, name)), *tree[index + 1 :]]
     if not isinstance(tree, dict | None):
-        raise InputError(
-            f"command line: {join_key(key, name)} cannot be set, {key} is {tree!r}: set {key} to a mapping"
-        )
+        problem = f"{join_key(key, name)} cannot be set, since {key} is {tree!r}"
+        raise InputError(f"command line: {problem}. Set {key} to a mapping")
     tree = tree or {}
     return {**tree, name: _assign(tree.get(name), rest, value, join_key(key, name))}
