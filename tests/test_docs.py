@@ -1,5 +1,7 @@
 """README.md, CONTRIBUTING.md and docs/: every code block runs, every table and link is true.
 
+The examples in the docstrings of the methods' Trainers and Configs run in the same way.
+
 Blocks of a page run one after the other in a folder where hub names are local folders (`hub_for_tests`):
 
     bash      each line: the command itself in this process, with overrides that make it small; what cannot run here is
@@ -15,11 +17,13 @@ are parsed, not run.
 
 import dataclasses
 import importlib
+import inspect
 import io
 import json
 import re
 import shlex
 import sys
+import textwrap
 from collections.abc import Iterator
 from configparser import ConfigParser
 from pathlib import Path
@@ -35,10 +39,12 @@ from training_for_tests import quick, token_rows, trainer_for
 from transformers import TrainingArguments
 
 from hf_posttrain import run
-from hf_posttrain.data.formats import detect_format, canonical_name
+from hf_posttrain.data.formats import canonical_name, detect_format
 from hf_posttrain.errors import InputError
 from hf_posttrain.methods import METHODS as TABLE
-from hf_posttrain.methods import config_class
+from hf_posttrain.methods import config_class, trainer_class
+from hf_posttrain.methods.distillation import DistillationConfig
+from hf_posttrain.methods.sft import SupervisedOptions
 from hf_posttrain.models.config import ModelSection, TeacherSection
 from hf_posttrain.monitoring import symptoms as watch
 from hf_posttrain.recipe import build as parts
@@ -71,8 +77,13 @@ def name(page: Path) -> str:
 
 def blocks(page: Path) -> list[Block]:
     """The fenced blocks of a page, in order."""
+    return fenced_blocks(page.read_text(encoding="utf-8"), name(page))
+
+
+def fenced_blocks(text: str, source: str) -> list[Block]:
+    """Return the fenced blocks of a text, in order. `source` names the text in messages."""
     found, open_ = [], None
-    for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(text.splitlines(), 1):
         if line.startswith("```"):
             if open_ is None:
                 language, _, note = line[3:].partition(" ")
@@ -82,7 +93,7 @@ def blocks(page: Path) -> list[Block]:
                 open_ = None
         elif open_ is not None:
             open_ = open_._replace(text=f"{open_.text}{line}\n")
-    assert open_ is None, f"{name(page)}: a block is not closed"
+    assert open_ is None, f"{source}: a block is not closed"
     return found
 
 
@@ -308,6 +319,46 @@ def test_every_block_of_a_page_runs(page, folder):
             rows_of(block)
         else:
             assert block.language in ("text", "mermaid"), f"{place}: a block of {block.language or 'no language'}"
+
+
+# ---- docstrings
+
+
+def sections(cls: type) -> dict[str, str]:
+    """Return the sections of a docstring in Google style, such as Args and Example, without their indentation."""
+    parts = re.split(r"^(Args|Returns|Raises|Example):\n", inspect.getdoc(cls), flags=re.MULTILINE)
+    return {title: textwrap.dedent(text) for title, text in zip(parts[1::2], parts[2::2], strict=True)}
+
+
+CLASSES = {cls.__name__: cls for method in TABLE.values() for cls in (config_class(method), trainer_class(method))}
+"""Trainers and Configs of all methods by name."""
+
+
+@pytest.mark.parametrize("class_name", CLASSES)
+def test_the_example_of_a_docstring_runs(class_name, folder):
+    example = sections(CLASSES[class_name])["Example"]
+    [block] = fenced_blocks(example, class_name)
+    assert block.language == "python"
+    assert f"{class_name}(" in block.text
+    exec(compile(block.text, f"example of {class_name}", "exec"), {"__name__": "example"})
+
+
+@pytest.mark.parametrize(
+    "cls", [*CONFIGS.values(), DistillationConfig, SupervisedOptions], ids=lambda cls: cls.__name__
+)
+def test_the_arguments_of_a_docstring_are_the_help_texts(cls):
+    described = dict(re.findall(r"^(\w+): (.*(?:\n .*)*)", sections(cls)["Args"], re.MULTILINE))
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    options = [fields[key] for key in cls.__annotations__ if key in fields]
+    help_texts = {field.name: field.metadata["help"] for field in options}
+    assert {key: " ".join(text.split()) for key, text in described.items()} == help_texts
+
+
+@pytest.mark.parametrize("trainer", [trainer_class(method) for method in TABLE.values()], ids=lambda cls: cls.__name__)
+def test_the_arguments_that_a_trainer_adds_are_in_its_docstring(trainer):
+    if "__init__" in vars(trainer):
+        described = re.findall(r"^\**(\w+):", sections(trainer)["Args"], re.MULTILINE)
+        assert described == [key for key in inspect.signature(trainer.__init__).parameters if key != "self"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)

@@ -53,8 +53,9 @@ class CPOConfig(PostTrainConfig):
 class CPOTrainer(PostTrainer):
     """Trainer for contrastive preference optimisation (CPO) of a causal language model.
 
-    Rows have `prompt`, `chosen` and `rejected`. The arguments are those of `PostTrainer`. `compute_metrics` receives as
-    predictions the log-probabilities [B, 2] (chosen, rejected), and as label_ids the numbers of trained tokens [B, 2].
+    Rows have `prompt`, `chosen` and `rejected`. The trainer takes the arguments of `PostTrainer`. `compute_metrics`
+    receives as predictions the log-probabilities [B, 2] (chosen, rejected), and as label_ids the numbers of trained
+    tokens [B, 2].
 
     Example:
         ```python

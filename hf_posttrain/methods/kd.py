@@ -69,7 +69,7 @@ class KDConfig(SupervisedOptions, DistillationConfig):
 class KDTrainer(DistillationTrainer):
     """Trainer for knowledge distillation (KD) of a causal language model on data.
 
-    Rows are those of `SFTTrainer`. The arguments `teacher_model` and `teacher_offload` are described in
+    Rows have the same formats as for `SFTTrainer`. The arguments `teacher_model` and `teacher_offload` are described in
     `DistillationTrainer`. `compute_metrics` receives as predictions the logits of the student [rows, L, V], and as
     label_ids the shift_labels [rows, L].
 

@@ -80,7 +80,7 @@ class SelfTeacher(LocalTeacher):
             return score_cache.model_key(self.model, with_adapter=not is_disabled)
 
     def release(self) -> None:
-        """Do nothing, because the weights are those of the policy."""
+        """Do nothing, because the policy has the weights."""
 
 
 class MovingAverage(TrainerCallback):

@@ -47,7 +47,7 @@ PROBE_TEXT = "1 + 23 = 24, café\n"
 """Text whose ids differ between most tokenizers."""
 Text: TypeAlias = tuple[Sequence[int], Sequence[int], Sequence[int] | None]
 """Prompt, answer, and mask of the scored tokens of the answer."""
-_STATUS_HINTS = {"/v1/completions": "the path or the model does not exist, see /v1/models"}
+_STATUS_HINTS = {"/v1/completions": "The path or the model does not exist, see /v1/models"}
 
 
 class ServedTeacher:
