@@ -287,7 +287,7 @@ def to_stored_image(value: object, folder: str | None = None) -> dict[str, Any]:
     return image
 
 
-def data_url(value: Image.Image | bytes) -> str:
+def data_url(value: Any) -> str:
     """Return a PIL image, or the bytes of an image file, as a data URL."""
     content = png_bytes(value) if isinstance(value, Image.Image) else value
     return f"{_DATA_URL_PREFIX};base64,{base64.b64encode(content).decode()}"

@@ -1,4 +1,4 @@
-"""Raw rows -> rows of ids, as the method's kind of rows has them, mapped and cached by `datasets`."""
+"""Conversion of raw rows to prepared rows of token ids, which `datasets` maps and caches."""
 
 import json
 import logging
@@ -18,164 +18,193 @@ from .assistant_mask import MASK_OPTIONS
 from .dataset_type import AnyDataset
 from .encode import (
     CHAT,
-    TRUNCATED,
+    IMAGE_TRUNCATED,
     NO_TARGET,
     OTHER_ROLES,
-    IMAGE_TRUNCATED,
+    TRUNCATED,
     Plan,
-    with_context,
-    encode,
-    truncate,
-    state_bits,
-    read,
     check_misread,
+    encode,
+    read,
+    state_bits,
     teacher_columns,
+    truncate,
+    with_context,
 )
 from .fingerprint import fingerprint
-from .formats import Sample, detect_format, canonical_name, rename_columns, unread_columns
-from .images import IMAGE_COLUMNS
-from .images import IMAGES_TYPE, ImageReader, count_complete_images, get_image_reader
+from .formats import Sample, canonical_name, detect_format, rename_columns, unread_columns
+from .images import IMAGE_COLUMNS, IMAGES_TYPE, ImageReader, count_complete_images, get_image_reader
 from .json_rows import JsonValue
 from .messages import has_nested_null, without_none
 from .packing import example_lengths
 from .row_schema import Reader, RowKind
-from .teacher_prompts import TEACHER_COLUMNS
-from .teacher_prompts import build_teacher_plan, raw_teacher_columns
+from .teacher_prompts import TEACHER_COLUMNS, build_teacher_plan, raw_teacher_columns
 
 logger = logging.getLogger(__package__)
-notes_logger = logging.getLogger(f"{__package__}.notes")  # lines that the audit shows as well
+notes_logger = logging.getLogger(f"{__package__}.notes")  # lines that the audit shows too
 
-FACTS = {  # what is known of each example: its type in Arrow
+FACTS = {  # facts about each example -> type in Arrow
     "row": datasets.Value("int64"),  # number of the raw row
     "state": datasets.Value("int8"),  # bits of `truncate` and `state_bits`
-    "unknown": datasets.Value("bool"),  # has it the unknown token?
-    "uncut": datasets.Value("int64"),  # tokens before they were cut, of the prompt and its longest answer in the data
-    "trained": datasets.Value("int64"),  # with a loss, of the longest branch; 0 where answers are yet to be sampled
-    "unread": datasets.Value("string"),  # what of its messages the chat template does not write, with commas
-    "keys": datasets.List(datasets.Value("int64")),  # hashes of the uncut prompt with each branch; sampled: alone
+    "unknown": datasets.Value("bool"),  # whether it has the unknown token
+    "uncut": datasets.Value("int64"),  # tokens before truncation, of the prompt and its longest answer in the data
+    "trained": datasets.Value("int64"),  # trained tokens of the longest branch; 0 if answers are sampled
+    "unread": datasets.Value("string"),  # parts of its messages that the template does not write, separated by commas
+    "keys": datasets.List(datasets.Value("int64")),  # hashes of the full prompt with each branch, or of the prompt
 }
 SCORE_COLUMNS = {"ref_logps", "teacher_ids", "teacher_logps"}
 ADDED_COLUMNS = {"mismatch_ids", "length", "images", "asked", *TEACHER_COLUMNS} | SCORE_COLUMNS
 """Columns that trainers and teachers add to prepared rows."""
 _PROBED_ROWS = 20
-"""Rows that are looked at for a prompt in columns that are not read."""
-_MIXED = "rows differ in kind there, and text that looks like JSON is then read as JSON"
+"""Number of rows that are searched for a prompt or images in columns that are not read."""
 
 
 def prepare(
-    dataset: AnyDataset, method: Reader, tokenizer: PreTrainedTokenizerBase, config: Any, name: str = "train"
+    dataset: AnyDataset, method: Reader, tokenizer: PreTrainedTokenizerBase, config: object, name: str = "train"
 ) -> Any:
-    """Token ids for `method`: exactly method.rows.columns, and `index` (row number).
+    """Convert a data set to prepared rows of token ids.
 
-    Rows that have these columns with their types (lists of int32) already are returned as they are.
-    max_length (tokens) bounds prompt plus longest branch: the prompt is cut first, from the left (its BOS stays), down
-    to half of it, then branches from the right. Where answers are sampled, max_length - max_completion_length bounds
-    the prompt. Rows with no trained token left are dropped; counts are logged, of rows with the unknown token too (not
-    of streams). Raises InputError for the first bad row.
+    `max_length` limits the tokens of the prompt plus the longest branch. The prompt is truncated first, from the left
+    (its BOS token is kept), down to half of `max_length`, then the branches from the right. If answers are sampled, the
+    prompt is limited to `max_length - max_completion_length`. Rows without a trained token are dropped. The numbers of
+    truncated and dropped rows are logged, and except for streams that of rows with the unknown token.
+
+    Args:
+        dataset: Raw rows. Rows that have the columns of prepared rows with their types (lists of int32) are returned
+            unchanged.
+        method: The method, which determines the columns.
+        tokenizer: The tokenizer, with an ImageReader if the model supports images.
+        config: The Config, or any object with some of its options, or None.
+        name: Name of the data set in messages.
+
+    Returns:
+        A data set with the columns `method.rows.columns`, `index` (the number of the row), and columns for teachers,
+        images and judges if the options require them.
+
+    Raises:
+        InputError: For the first invalid row, and if no row is left.
     """
-    # rows that are prepared have these types too, or lists of them where packed: other rows of ids are yet to be cut
-    more: tuple[str, ...] = TEACHER_COLUMNS if build_teacher_plan(config) else ()
-    more += ("images",) if get_image_reader(tokenizer) else ()
-    more += ("asked",) if getattr(config, "keep_asked", False) else ()
-    own = {*method.rows.columns, "index", *more}
+    extra_columns: tuple[str, ...] = TEACHER_COLUMNS if build_teacher_plan(config) else ()
+    extra_columns += ("images",) if get_image_reader(tokenizer) else ()
+    extra_columns += ("asked",) if getattr(config, "keep_asked", False) else ()
+
+    # prepared rows have these types, or lists of them if packed; other rows of ids are not truncated yet
+    required = {*method.rows.columns, "index", *extra_columns}
     kinds = dict(dataset.features or {})
-    typed = all(kinds.get(name) in (kind, datasets.List(kind)) for name, kind in _features(method.rows, False).items())
-    if typed and own <= {*kinds} <= own | ADDED_COLUMNS:
+    is_typed = all(
+        kinds.get(name) in (kind, datasets.List(kind)) for name, kind in _features(method.rows, False).items()
+    )
+    if is_typed and required <= {*kinds} <= required | ADDED_COLUMNS:
         _check_length(dataset, method.rows, config, name)
         return dataset
+
     mapped = tokenize_dataset(dataset, method, tokenizer, config, name)
-    columns = [*method.rows.columns, *more]
-    streamed = isinstance(dataset, datasets.IterableDataset)
-    told = ["state", "row", "unknown", "unread", "uncut"]
-    facts: Any = None if streamed else mapped.select_columns(told).to_pandas()
+    columns = [*method.rows.columns, *extra_columns]
+    is_stream = isinstance(dataset, datasets.IterableDataset)
+    fact_columns = ["state", "row", "unknown", "unread", "uncut"]
+    facts: Any = None if is_stream else mapped.select_columns(fact_columns).to_pandas()
     for note, level in collect_notes(dataset, method, config, tokenizer, facts).items():
         notes_logger.log(level, "%s: %s", name, note)
-    if streamed:
-        looked_at = {"input_columns": ["state", "row", "unread"], "fn_kwargs": {"name": name, "told": set()}}
-        kept = mapped.filter(_keep_streamed, **looked_at)
+    if is_stream:
+        arguments = {"input_columns": ["state", "row", "unread"], "fn_kwargs": {"name": name, "reported": set()}}
+        kept = mapped.filter(_keep_streamed, **arguments)
         return kept.rename_column("row", "index").select_columns([*columns, "index"])
 
     state, row, unknown = (facts[column].to_numpy() for column in ("state", "row", "unknown"))
     if len(other := row[(state & CHAT > 0) != (state[0] & CHAT > 0)]):
         raise InputError(f"{name}, row {other[0]}: some rows hold plain text and some hold messages")
+
     lost = state & NO_TARGET > 0
-    cut = state & IMAGE_TRUNCATED > 0
-    dropped = row[lost & ~cut]
+    image_lost = state & IMAGE_TRUNCATED > 0
+    dropped = row[lost & ~image_lost]
     truncated = int((~lost & (state & TRUNCATED > 0)).sum())
     line = f"{name}: {len(dataset)} rows read" + (f" as {len(mapped)} examples" if len(mapped) != len(dataset) else "")
     line += f", {truncated} truncated ({_limit(method.rows, config)}), {len(dropped)} dropped"
     if len(dropped):
         line += f" (no trained token left; first rows {', '.join(map(str, dropped[:5]))})"
     notes_logger.log(logging.WARNING if truncated or len(dropped) else logging.INFO, line)
-    if cut.any():
-        longest = facts["uncut"].to_numpy()[cut].max()
-        rows_cut = ", ".join(map(str, row[cut][:5]))
-        said = "%s: %d rows are left out, whose pictures max_length cuts (first rows %s; up to %d tokens): raise it"
-        logger.warning(said, name, cut.sum(), rows_cut, longest)
+    if image_lost.any():
+        logger.warning(
+            "%s: %d rows are left out, since max_length would truncate their images (first rows %s, up to %d tokens). "
+            "Increase max_length",
+            name,
+            image_lost.sum(),
+            ", ".join(map(str, row[image_lost][:5])),
+            facts["uncut"].to_numpy()[image_lost].max(),
+        )
     if lost.all():
-        mend = ", or mend empty answers or masks" if len(dropped) else ", which cuts their pictures"
-        raise InputError(f"{line}: nothing to train on; raise max_length{mend}")
-    if len(strange := np.unique(row[~lost & unknown])):
+        fix = ", or correct empty answers and masks" if len(dropped) else ", which truncates their images"
+        raise InputError(f"{line}: nothing to train on. Increase max_length{fix}")
+    if len(unknown_rows := np.unique(row[~lost & unknown])):
         notes_logger.warning(
-            "%s: %d rows hold the unknown token, for text outside the tokenizer's vocabulary (first rows %s): clean "
+            "%s: %d rows hold the unknown token, for text outside the tokenizer's vocabulary (first rows %s). Clean "
             "them, or use another tokenizer",
             name,
-            len(strange),
-            ", ".join(map(str, strange[:5])),
+            len(unknown_rows),
+            ", ".join(map(str, unknown_rows[:5])),
         )
     kept = mapped.select(np.flatnonzero(~lost)) if lost.any() else mapped
     return kept.select_columns(columns).add_column("index", np.arange(len(kept)))
 
 
-def _limit(rows: RowKind, config: Any) -> str:
+def _limit(rows: RowKind, config: object) -> str:
     """Return the options that limit the tokens of a row, with their values."""
-    longest = getattr(config, "max_length", None)
+    max_length = getattr(config, "max_length", None)
     reserved = getattr(config, "max_completion_length", None)
-    if longest is None or not reserved or not rows.sampled:
-        return f"max_length {longest}"
-    return f"prompts to {longest - reserved} tokens: max_length {longest} - max_completion_length {reserved}"
+    if max_length is None or not reserved or not rows.sampled:
+        return f"max_length {max_length}"
+    return f"prompts to {max_length - reserved} tokens: max_length {max_length} - max_completion_length {reserved}"
 
 
-def _check_length(prepared: Any, rows: RowKind, config: Any, name: str) -> None:
-    """Raises InputError for prepared rows that were cut to a larger max_length than that of today."""
-    most = getattr(config, "max_length", None)
-    if most is None or not isinstance(prepared, datasets.Dataset) or not len(prepared):
+def _check_length(prepared: AnyDataset, rows: RowKind, config: object, name: str) -> None:
+    """Raise InputError for prepared rows that were truncated to a larger `max_length` than the present one."""
+    max_length = getattr(config, "max_length", None)
+    if max_length is None or not isinstance(prepared, datasets.Dataset) or not len(prepared):
         return
-    if (longest := example_lengths(prepared, () if rows.sampled else rows.answers).max()) > most:
-        problem = f"rows that are prepared already have up to {longest} tokens, more than max_length {most}"
-        raise InputError(f"{name}: {problem}: give the rows that they were made from, or raise it")
+    if (longest := example_lengths(prepared, () if rows.sampled else rows.answers).max()) > max_length:
+        raise InputError(
+            f"{name}: the prepared rows have up to {longest} tokens, more than max_length {max_length}. Pass the raw "
+            "rows, or increase max_length"
+        )
 
 
 def _columns(dataset: AnyDataset) -> list[str]:
     return dataset.column_names or list(next(iter(dataset), {}))
 
 
-def _features(rows: RowKind, facts: bool = True, more: Sequence[str] = ()) -> datasets.Features:
+def _features(rows: RowKind, facts: bool = True, extra_columns: Sequence[str] = ()) -> datasets.Features:
+    """Return the types of prepared rows, with FACTS or without."""
     types = {"label": datasets.Value("bool"), "prompt_key": datasets.Value("int64"), **FACTS}
     types |= {"teacher": datasets.Value("string"), "images": IMAGES_TYPE, "asked": datasets.Value("string")}
     ids = datasets.List(datasets.Value("int32"))
-    names = (*rows.columns, *more, *(FACTS if facts else ()))
+    names = (*rows.columns, *extra_columns, *(FACTS if facts else ()))
     return datasets.Features({name: types.get(name, ids) for name in names})
 
 
-def to_prepared_rows(rows: Sequence[Mapping[str, Any]], kind: RowKind, sees: bool = False) -> datasets.Dataset:
-    """Rows of ids, made by a program, as prepared ones: `kind.columns` of them and `index`. sees: with pictures."""
-    features = _features(kind, False, ["images"] if sees else []) | {"index": datasets.Value("int64")}
+def to_prepared_rows(rows: Sequence[Mapping[str, Any]], kind: RowKind, with_images: bool = False) -> datasets.Dataset:
+    """Return rows of token ids as a data set with the columns and types of prepared rows.
+
+    Args:
+        rows: Rows with the columns `kind.columns` and `index`.
+        kind: The kind of rows.
+        with_images: Whether the rows have a column `images` too.
+    """
+    features = _features(kind, False, ["images"] if with_images else []) | {"index": datasets.Value("int64")}
     columns = {name: [row[name] for row in rows] for name in features}
     return datasets.Dataset.from_dict(columns, features=datasets.Features(features))
 
 
 def tokenize_dataset(
-    dataset: AnyDataset, method: Reader, tokenizer: PreTrainedTokenizerBase, config: Any, name: str = "train"
+    dataset: AnyDataset, method: Reader, tokenizer: PreTrainedTokenizerBase, config: object, name: str = "train"
 ) -> Any:
-    """The examples of a data set as `prepare` makes them, those without a target too: method.rows.columns and FACTS.
+    """Return the examples of a data set as `prepare` makes them, including those without a trained token.
 
-    Rows of a file or a saved set come from the cache of `datasets` where `prepare` was called with the same arguments,
-    and the other way round. Raises InputError for the first bad row.
+    The columns are `method.rows.columns`, and FACTS. Rows of a file or of a saved data set are cached by `datasets`, so
+    that this function and `prepare` use the same cache. Raises InputError for the first invalid row.
     """
     with error_context(name):
         dataset, columns, form = _open(dataset, method, config)
-        # null in all rows is absent; in some it would train all tokens of these rows
+        # a mask that is null in all rows is absent; null in some rows would train all of their tokens
         masks = [
             column
             for column in ("labels", "completion_mask")
@@ -184,16 +213,21 @@ def tokenize_dataset(
             and column in columns
             and (dataset.features or {}).get(column) != datasets.Value("null")
         ]
-        asked = build_teacher_plan(config)
-        sees = get_image_reader(tokenizer) is not None
-        plan = build_plan(form, method, tokenizer, config, name)._replace(masks=tuple(masks), teacher=asked)
-        if sees:
-            dataset = _undecoded(dataset)
+        teacher = build_teacher_plan(config)
+        with_images = get_image_reader(tokenizer) is not None
+        plan = build_plan(form, method, tokenizer, config, name)._replace(masks=tuple(masks), teacher=teacher)
+        if with_images:
+            dataset = _without_decoding(dataset)
         else:
             _check_no_images(dataset, columns, form)
         _check_unread_prompt(dataset, columns, form, name)
-    more = (*(TEACHER_COLUMNS if asked else ()), *(["images"] if sees else []), *(["asked"] if plan.keep_prompt else []))
-    features = _features(method.rows, more=more)
+
+    extra_columns = (
+        *(TEACHER_COLUMNS if teacher else ()),
+        *(["images"] if with_images else []),
+        *(["asked"] if plan.keep_prompt else []),
+    )
+    features = _features(method.rows, extra_columns=extra_columns)
     filled = null_filled_columns(dataset)
     kwargs = {
         "batched": True,
@@ -205,7 +239,10 @@ def tokenize_dataset(
     if not isinstance(dataset, datasets.Dataset):
         return dataset.map(tokenise, **kwargs)
     if mixed := [column for column in plan.form.split(" + ") if _is_mixed(dataset, column)]:
-        raise InputError(f"{name}: column {mixed[0]!r}: {_MIXED}, so write text in all rows, or in none")
+        raise InputError(
+            f"{name}: column {mixed[0]!r}: its values have several types, and text that looks like JSON would be read "
+            "as JSON. Write text in all rows, or in none"
+        )
     kwargs |= {"num_proc": getattr(config, "dataset_num_proc", None), "desc": f"Tokenising {name}"}
     try:
         return dataset.map(tokenise, new_fingerprint=fingerprint(dataset, tokenizer, plan, filled), **kwargs)
@@ -213,8 +250,8 @@ def tokenize_dataset(
         raise InputError(f"{name}: a text is not UTF-8 ({error})") from error
 
 
-def _open(dataset: AnyDataset, method: Reader, config: Any) -> tuple[Any, list[str], str]:
-    """(the data set with our name for its text, its columns, its format)."""
+def _open(dataset: AnyDataset, method: Reader, config: object) -> tuple[Any, list[str], str]:
+    """Return the data set with our names for its columns, these names, and its format."""
     columns = _columns(dataset)
     field = getattr(config, "dataset_text_field", "text")
     ours = {column: canonical_name(column, columns) for column in columns}
@@ -227,74 +264,98 @@ def _open(dataset: AnyDataset, method: Reader, config: Any) -> tuple[Any, list[s
     columns = list(ours.values())
     if not columns or (isinstance(dataset, datasets.Dataset) and not len(dataset)):
         raise InputError("the data set has no rows")
+
     try:
         form = detect_format(columns, method)
         label = (dataset.features or {}).get("label")
     except InputError as error:
-        near = column_inference.suggest_format(list(islice(dataset, _PROBED_ROWS)), [method])
-        here = (
-            f"here {column_inference.format_columns(near.columns)}"
-            if near and not near.missing
+        suggestion = column_inference.suggest_format(list(islice(dataset, _PROBED_ROWS)), [method])
+        hint = (
+            f"here {column_inference.format_columns(suggestion.columns)}"
+            if suggestion and not suggestion.missing
             else column_inference.misspelling_problem(columns)
         )
-        raise InputError("; ".join(filter(None, (str(error), here)))) from error
+        raise InputError("; ".join(filter(None, (str(error), hint)))) from error
     if field != "text" and form != "text":
-        raise InputError(f"dataset_text_field: {field!r} is not read, since the rows are {form}: leave it out")
+        raise InputError(
+            f"dataset_text_field: {field!r} is not read, since the rows are {form}. Remove dataset_text_field"
+        )
     is_read = "label" in {*form.split(" + "), *_answer_columns(method)}
     classes = label.names if is_read and isinstance(label, datasets.ClassLabel) else []
     if classes and [name.lower() for name in classes] not in (["false", "true"], ["0", "1"]):
-        raise InputError(f"column 'label' numbers classes ({join_names(classes)}): write true for good answers, else false")
+        raise InputError(
+            f"column 'label': its values number classes ({join_names(classes)}). Write true for good answers, and "
+            "false for others"
+        )
     return dataset, columns, form
 
 
-def columns_read(dataset: AnyDataset, name: str, method: Reader, config: Any) -> list[str]:
-    """The columns of a data set `name` that `method` reads. Raises InputError where it can read none, or not all."""
-    rename_columns, columns, form = _open(dataset, method, config)
-    _check_unread_prompt(rename_columns, columns, form, name)
-    left = {*unread_columns(columns, form)} - raw_teacher_columns(config, columns) - {*IMAGE_COLUMNS} - _answer_columns(method)
-    return [theirs for theirs, ours in zip(_columns(dataset), columns, strict=True) if ours not in left]
+def columns_read(dataset: AnyDataset, name: str, method: Reader, config: object) -> list[str]:
+    """Return the columns of a data set that `method` reads.
+
+    Args:
+        dataset: Raw rows.
+        name: Name of the data set in messages.
+        method: The method.
+        config: As in `prepare`.
+
+    Raises:
+        InputError: If the method cannot read the columns, or if a column that is not read seems to be a prompt.
+    """
+    renamed, columns, form = _open(dataset, method, config)
+    _check_unread_prompt(renamed, columns, form, name)
+    unread = {*unread_columns(columns, form)}
+    unread -= raw_teacher_columns(config, columns) | {*IMAGE_COLUMNS} | _answer_columns(method)
+    return [theirs for theirs, ours in zip(_columns(dataset), columns, strict=True) if ours not in unread]
 
 
 def _answer_columns(method: Reader) -> set[str]:
-    """Columns besides the format that say whether an answer of the data is the right one."""
+    """Return columns, in addition to those of the format, that mark an answer of the data as right or wrong."""
     return {"label"} if method.rows.sampled else set()
 
 
-def _undecoded(dataset: AnyDataset) -> Any:
-    """The data set with its pictures as files or bytes: nothing is decoded before it is looked at."""
+def _without_decoding(dataset: AnyDataset) -> Any:
+    """Return the data set with its images as files or bytes, which are decoded only when they are used."""
 
-    def plain(kind: Any) -> Any:
+    def undecoded(kind: Any) -> Any:
         if isinstance(kind, datasets.Image):
             return datasets.Image(decode=False)
         if isinstance(kind, datasets.List):
-            return datasets.List(plain(kind.feature))
-        return {key: plain(value) for key, value in kind.items()} if isinstance(kind, dict) else kind
+            return datasets.List(undecoded(kind.feature))
+        return {key: undecoded(value) for key, value in kind.items()} if isinstance(kind, dict) else kind
 
-    found = {column: plain(kind) for column, kind in (dataset.features or {}).items() if _contains_type(kind, datasets.Image)}
-    return dataset.cast(datasets.Features(dataset.features | found)) if found else dataset
+    changes = {
+        column: undecoded(kind)
+        for column, kind in (dataset.features or {}).items()
+        if _contains_type(kind, datasets.Image)
+    }
+    return dataset.cast(datasets.Features(dataset.features | changes)) if changes else dataset
 
 
 def _check_no_images(dataset: AnyDataset, columns: list[str], form: str) -> None:
-    """Raises InputError where the first rows have pictures, which are not trained on, next to their text."""
+    """Raise InputError if the first rows have images next to their text, which a text model does not train on."""
     for column in column_inference.IMAGE_COLUMNS & {*(unread_columns(columns, form) if "_ids" not in form else ())}:
-        alone = dataset.select_columns([column])
+        selected = dataset.select_columns([column])
         kind = (dataset.features or {}).get(column)
-        if _contains_type(kind, datasets.Image):  # as files or bytes: nothing is decoded
-            plain: Any = datasets.Image(decode=False)
-            alone = alone.cast_column(column, plain if isinstance(kind, datasets.Image) else datasets.List(plain))
-        if problem := column_inference.image_problem(list(islice(alone, _PROBED_ROWS)), [column]):
+        if _contains_type(kind, datasets.Image):  # images are not decoded
+            undecoded: Any = datasets.Image(decode=False)
+            selected = selected.cast_column(
+                column, undecoded if isinstance(kind, datasets.Image) else datasets.List(undecoded)
+            )
+        if problem := column_inference.image_problem(list(islice(selected, _PROBED_ROWS)), [column]):
             raise InputError(problem)
 
 
 def _check_unread_prompt(dataset: AnyDataset, columns: list[str], form: str, name: str) -> None:
-    """Raises InputError where the format has no prompt and a column that is not read says what was asked; beside a
-    prompt such a column is warned of.
+    """Raise InputError if a column that is not read seems to be the prompt.
+
+    If the format has another prompt, a warning is logged instead. Rows are only read if the name of a column suggests
+    a prompt, since a stream would have to read them twice.
     """
-    aside = unread_columns(columns, form)
-    # where no name is suspicious no row is read, which a stream would have to read twice
+    unread = unread_columns(columns, form)
     problem = (
-        column_inference.prompt_problem(list(islice(dataset, _PROBED_ROWS)), aside, form)
-        if column_inference.prompt_like_columns(aside)
+        column_inference.prompt_problem(list(islice(dataset, _PROBED_ROWS)), unread, form)
+        if column_inference.prompt_like_columns(unread)
         else None
     )
     if problem and "prompt" not in form:
@@ -306,79 +367,97 @@ def _check_unread_prompt(dataset: AnyDataset, columns: list[str], form: str, nam
 def collect_notes(
     dataset: AnyDataset,
     method: Reader,
-    config: Any,
+    config: object,
     tokenizer: PreTrainedTokenizerBase,
     facts: pd.DataFrame | None = None,
 ) -> dict[str, int]:
-    """What is given and not used, or used in another way than many expect: lines, with the level they are logged at.
-    facts: FACTS of the examples, where they are known.
+    """Return notes about data and options that are not used, or not used as users may expect.
+
+    Args:
+        dataset: Raw rows.
+        method: The method.
+        config: As in `prepare`.
+        tokenizer: As in `prepare`.
+        facts: FACTS of the examples, if they are known.
+
+    Returns:
+        The lines, with the level that each is logged at.
     """
     dataset, columns, form = _open(dataset, method, config)
-    sees = get_image_reader(tokenizer) is not None
-    found = {}
+    with_images = get_image_reader(tokenizer) is not None
+    notes = {}
     for column in (column for column in columns if column not in unread_columns(columns, form)):
-        if _contains_type((dataset.features or {}).get(column), datasets.Json, inside=True):
-            remedy = "write tools and the arguments of calls as JSON text"
-            problem = "has values of several types, of which the text '1' is read as 1"
-            found[f"column {column!r} {problem}: {remedy}"] = logging.INFO
-        written = isinstance(dataset, datasets.Dataset) and isinstance(dataset.features[column], JsonValue)
-        if written and any(map(has_nested_null, islice(dataset[column], 1000))):
-            why = "a file that Arrow or pandas wrote has them for the keys of other rows: take them out there"
-            found[f"column {column!r} has nulls inside calls or tools, which are trained; {why}"] = logging.WARNING
-    used = {"index", "prompt_key", *ADDED_COLUMNS} - {*IMAGE_COLUMNS} | raw_teacher_columns(config, columns) | _answer_columns(method)
-    used |= {*IMAGE_COLUMNS} if sees else set()
-    if aside := [column for column in unread_columns(columns, form) if column not in used]:
-        found[f"read as {form}; columns not read: {join_names(aside)}"] = logging.INFO
-    for column, meant in column_inference.misspelt_columns(aside, columns, form, method).items():
-        mend = f"did you mean {meant!r}? (columns: {{{meant}: {column}}})"
-        found[f"column {column!r} is not read: {mend}"] = logging.WARNING
+        if _contains_type((dataset.features or {}).get(column), datasets.Json, nested_only=True):
+            problem = "has values of several types, and the text '1' is read as 1"
+            notes[f"column {column!r} {problem}. Write tools and the arguments of calls as JSON text"] = logging.INFO
+        is_json = isinstance(dataset, datasets.Dataset) and isinstance(dataset.features[column], JsonValue)
+        if is_json and any(map(has_nested_null, islice(dataset[column], 1000))):
+            reason = "Arrow and pandas write them for keys of other rows. Remove them from the file"
+            notes[f"column {column!r} has nulls inside calls or tools, which are trained. {reason}"] = logging.WARNING
+
+    used = {"index", "prompt_key", *ADDED_COLUMNS} - {*IMAGE_COLUMNS}
+    used |= raw_teacher_columns(config, columns) | _answer_columns(method)
+    used |= {*IMAGE_COLUMNS} if with_images else set()
+    if unread := [column for column in unread_columns(columns, form) if column not in used]:
+        notes[f"read as {form}; columns not read: {join_names(unread)}"] = logging.INFO
+    for column, valid in column_inference.misspelt_columns(unread, columns, form, method).items():
+        hint = f"did you mean {valid!r}? Rename it with columns: {{{valid}: {column}}}"
+        notes[f"column {column!r} is not read; {hint}"] = logging.WARNING
+
     if tokenizer.chat_template and "_ids" not in form and form != "messages" and _is_plain(facts, form):
-        instead = "messages" if form == "text" else "messages, or apply_chat_template: true"
-        said = "the rows are plain text, without the chat template that the tokenizer has"
-        found[f"{said}; a model that is to chat wants {instead}"] = logging.INFO
-    alone = "; assistant_only_loss: true trains the assistant's alone" if method.rows.masked else ""
-    chosen = getattr(config, "assistant_only_loss", None) or getattr(config, "train_on", None)
-    if alone and form == "messages" and not chosen:
-        found[f"all turns are trained, the users' too{alone}"] = logging.INFO
+        requirement = "messages" if form == "text" else "messages, or apply_chat_template: true"
+        problem = "the rows are plain text, and the tokenizer's chat template is not applied"
+        notes[f"{problem}. A chat model requires {requirement}"] = logging.INFO
+    fix = ". Set assistant_only_loss: true to train only assistant turns" if method.rows.masked else ""
+    is_selected = getattr(config, "assistant_only_loss", None) or getattr(config, "train_on", None)
+    if fix and form == "messages" and not is_selected:
+        notes[f"all turns are trained, including user turns{fix}"] = logging.INFO
     if facts is None:
-        return found
+        return notes
+
     for key in ("chat_template_kwargs", "reasoning"):
         if getattr(config, key, None) and not (facts.state & CHAT).any():
-            plain = "no row goes through the chat template (plain text does with apply_chat_template: true)"
-            found[f"{key}: {plain}"] = logging.INFO
-    counted = facts.unread.value_counts().rename("n").rename_axis("what").reset_index()
-    counted = counted.assign(what=counted.what.str.split(", ")).explode("what").groupby("what").n.sum()
-    if told := ", ".join(f"{what} (in {n} example{'s' * (n != 1)})" for what, n in counted.items() if what):
-        found[f"the chat template makes no use of: {told}"] = logging.WARNING
-    if others := int((facts.state & OTHER_ROLES > 0).sum()):
-        problem = "examples have turns of users or tools inside an answer, which count as a part of it, as in TRL"
-        found[f"{others} {problem}{alone or '; give each row a prompt of all turns but the last'}"] = logging.WARNING
-    return found
+            problem = "the chat template is applied to no row. Set apply_chat_template: true for plain text"
+            notes[f"{key}: {problem}"] = logging.INFO
+    counts = facts.unread.value_counts().rename("n").rename_axis("part").reset_index()
+    counts = counts.assign(part=counts.part.str.split(", ")).explode("part").groupby("part").n.sum()
+    if listing := ", ".join(f"{part} (in {n} example{'s' * (n != 1)})" for part, n in counts.items() if part):
+        notes[f"the chat template does not use: {listing}"] = logging.WARNING
+    if count := int((facts.state & OTHER_ROLES > 0).sum()):
+        problem = "examples have user or tool turns inside an answer, which are trained as a part of it, as in TRL"
+        notes[f"{count} {problem}{fix or '. Write all turns but the last into the prompt'}"] = logging.WARNING
+    return notes
 
 
 def _is_plain(facts: pd.DataFrame | None, form: str) -> bool:
-    """Return whether no row goes through the chat template; of a stream only the format `text` shows it."""
+    """Return whether the chat template is applied to no row. Without FACTS, only the format `text` shows it."""
     return form == "text" if facts is None else not (facts.state & CHAT).any()
 
 
 def null_filled_columns(dataset: AnyDataset) -> list[str]:
-    """The columns in which Arrow has given all mappings the same keys, None where a row had no such key."""
+    """Return the columns whose mappings have the same keys in all rows, since Arrow has added missing ones as None."""
     return [column for column, kind in (dataset.features or {}).items() if _contains_type(kind, dict)]
 
 
 def drop_null_fields(values: Mapping[str, Any], filled: Sequence[str]) -> dict[str, Any]:
-    """A row, or a batch of columns, without those keys."""
+    """Return a row, or a batch of columns, without the keys that Arrow has added to the columns `filled`."""
     return {column: without_none(value) if column in filled else value for column, value in values.items()}
 
 
-def _contains_type(kind: Any, wanted: type, inside: bool = False) -> bool:
-    """Is a type of a column, or one inside it, a `wanted` one? inside: the column's own does not count."""
+def _contains_type(kind: Any, target: type, nested_only: bool = False) -> bool:
+    """Return whether the type of a column, or a type nested in it, is an instance of `target`.
+
+    Args:
+        kind: The type of the column.
+        target: The class.
+        nested_only: Whether only nested types count.
+    """
     parts = [kind.feature] if isinstance(kind, datasets.List) else kind.values() if isinstance(kind, dict) else []
-    return (isinstance(kind, wanted) and not inside) or any(_contains_type(part, wanted) for part in parts)
+    return (isinstance(kind, target) and not nested_only) or any(_contains_type(part, target) for part in parts)
 
 
 def _is_mixed(dataset: datasets.Dataset, column: str) -> bool:
-    """Is it text in some rows and something else in others? There `datasets` reads the text "4" as the number 4."""
+    """Return whether a column is text in some rows only. Then `datasets` reads the text "4" as the number 4."""
     kind = dataset.features[column]
     if isinstance(kind, datasets.Json) and column != "label" and not column.endswith("_ids"):
         return any(isinstance(value, str) for value in dataset[column])
@@ -386,8 +465,8 @@ def _is_mixed(dataset: datasets.Dataset, column: str) -> bool:
     return any(isinstance(fields.get(key), datasets.Json) for key in ("content", "value"))
 
 
-def build_plan(form: str, method: Reader, tokenizer: PreTrainedTokenizerBase, config: Any, name: str) -> Plan:
-    """What rows of this form become. Raises InputError for options that do not go with it."""
+def build_plan(form: str, method: Reader, tokenizer: PreTrainedTokenizerBase, config: object, name: str) -> Plan:
+    """Return the Plan for rows of a format. Raises InputError for options that cannot be combined with it."""
 
     def option(key: str) -> Any:
         return getattr(config, key, None)
@@ -395,23 +474,27 @@ def build_plan(form: str, method: Reader, tokenizer: PreTrainedTokenizerBase, co
     max_length = option("max_length")
     as_chat = bool(option("apply_chat_template"))
     is_ids = "_ids" in form
-    # what the mask of an answer is; rows without one may be the prompts of a recipe that trains with one (rounds)
+    # the options of a mask are ignored for rows without one, which may be the prompts of rounds that train with a mask
     masked = method.rows.masked
     completion_only = option("completion_only_loss") if masked else None
     turns = option("train_on") if masked else None
     assistant_only = masked and (bool(option("assistant_only_loss")) or turns in ("assistant", "last"))
     if form in ("messages", "text") and completion_only:
-        raise InputError(f"completion_only_loss needs prompt and completion, the data has {form}")
+        raise InputError(f"completion_only_loss requires prompt and completion, and the data has {form}")
     if as_chat and (form == "text" or is_ids):
-        raise InputError(f"apply_chat_template needs a column 'prompt' or 'instruction', the data has {form}")
+        raise InputError(f"apply_chat_template requires a column 'prompt' or 'instruction', and the data has {form}")
     if as_chat and not tokenizer.chat_template:
-        lacking = "apply_chat_template needs a chat template, the tokenizer has none"
-        raise InputError(f"{lacking}: drop it, or set model.chat_template (--chat_template of commands)")
+        raise InputError(
+            "apply_chat_template requires a chat template, and the tokenizer has none. Remove the option, or set "
+            "model.chat_template (--chat_template of commands)"
+        )
     if assistant_only and is_ids:
-        raise InputError(f"{MASK_OPTIONS} needs messages, the data has {form}: give it a completion_mask")
+        raise InputError(f"{MASK_OPTIONS} requires messages, and the data has {form}. Add a column completion_mask")
     if assistant_only and not tokenizer.is_fast:
-        slow = f"{type(tokenizer).__name__} does not say which characters a token stands for"
-        raise InputError(f"{MASK_OPTIONS} needs a fast tokenizer: {slow}")
+        tokenizer_class = type(tokenizer).__name__
+        raise InputError(
+            f"{MASK_OPTIONS} requires a fast tokenizer. {tokenizer_class} does not map tokens to characters"
+        )
     if method.rows.sampled and max_length:
         max_length -= option("max_completion_length") or 0
     reader = get_image_reader(tokenizer)
@@ -435,117 +518,138 @@ def build_plan(form: str, method: Reader, tokenizer: PreTrainedTokenizerBase, co
     )
 
 
+# `datasets` caches the rows of tokenizers without a fingerprint by the name and the parameters of this function
 def tokenise(
     batch: dict[str, list], rows: list[int], tokenizer: PreTrainedTokenizerBase, plan: Plan, filled: Sequence[str] = ()
 ) -> dict:
-    """A batch of raw rows -> columns of ids, and FACTS. rows: their numbers. filled: columns with keys that are None
-    where Arrow has put them.
+    """Convert a batch of raw rows to columns of token ids, and FACTS.
+
+    Args:
+        batch: The columns of the raw rows.
+        rows: The numbers of the raw rows.
+        tokenizer: The tokenizer.
+        plan: The plan for all rows.
+        filled: Names of the columns in which Arrow has added keys with the value None, see `null_filled_columns`.
     """
     batch = drop_null_fields(batch, filled)
     reader = get_image_reader(tokenizer)
-    # 1. raw rows -> samples, of which a row may give two; `origin` has the row of each
+
+    # 1. convert raw rows to samples, of which a row may have two; `row_numbers` has the row of each
     samples = []
-    origin = []
-    raw = []
-    for row, *values in zip(rows, *batch.values(), strict=True):
-        given = dict(zip(batch, values, strict=True))
-        with error_context(f"{plan.name}, row {row}"):
-            found = read(given, plan)
-            if reader and found[0].images:
-                texts = tuple(map(reader.expansion, found[0].images))
-                found = [sample._replace(expansions=texts) for sample in found]
-        samples += found
-        origin += [row] * len(found)
-        raw += [given] * len(found)
-    # 2. samples -> ids, of the whole batch together
-    kinds = [state_bits(sample, plan) for sample in samples]
-    more = teacher_columns(raw, samples, origin, tokenizer, plan, plan.teacher) if plan.teacher else {}
+    row_numbers = []
+    raw_rows = []
+    for number, *values in zip(rows, *batch.values(), strict=True):
+        raw_row = dict(zip(batch, values, strict=True))
+        with error_context(f"{plan.name}, row {number}"):
+            row_samples = read(raw_row, plan)
+            if reader and row_samples[0].images:
+                expansions = tuple(map(reader.expansion, row_samples[0].images))
+                row_samples = [sample._replace(expansions=expansions) for sample in row_samples]
+        samples += row_samples
+        row_numbers += [number] * len(row_samples)
+        raw_rows += [raw_row] * len(row_samples)
+
+    # 2. tokenize the samples of the whole batch together
+    bits = [state_bits(sample, plan) for sample in samples]
+    extra_columns = (
+        teacher_columns(raw_rows, samples, row_numbers, tokenizer, plan, plan.teacher) if plan.teacher else {}
+    )
     if plan.keep_prompt:
-        more["asked"] = [_prompt_as_json(sample, plan) for sample in samples]
+        extra_columns["asked"] = [_prompt_as_json(sample, plan) for sample in samples]
     if "_ids" not in plan.form:
         if rows[0] == 0:
             check_misread(batch, samples, plan, tokenizer)
-        samples = encode(samples, origin, tokenizer, plan)
+        samples = encode(samples, row_numbers, tokenizer, plan)
+
+    # 3. truncate each sample, and record facts for the audit
     examples = []
     unknown = tokenizer.unk_token_id
-    if unknown in (tokenizer.eos_token_id, tokenizer.bos_token_id):  # as GPT-2's, which is no sign of unknown text
+    if unknown in (tokenizer.eos_token_id, tokenizer.bos_token_id):  # as in GPT-2, where it does not mean unknown text
         unknown = None
-    # 3. cut each to size, and note what the audit will count
-    for row, sample, kind in zip(origin, samples, kinds, strict=True):
-        with error_context(f"{plan.name}, row {row}"):
-            whole = with_context(sample, plan)
-            # where a prompt is trained too, it still gives way to its answer
-            first, cut = truncate(sample, plan) if plan.completion_only is False and sample.prompt else (sample, 0)
-            kept, state = truncate(with_context(first, plan), plan)
+    for number, sample, sample_bits in zip(row_numbers, samples, bits, strict=True):
+        with error_context(f"{plan.name}, row {number}"):
+            full = with_context(sample, plan)
+            # a prompt that is trained too is still truncated before its answer
+            shortened = sample
+            prompt_state = 0
+            if plan.completion_only is False and sample.prompt:
+                shortened, prompt_state = truncate(sample, plan)
+            kept, state = truncate(with_context(shortened, plan), plan)
             if reader and not state & NO_TARGET:
                 kept = _keep_complete_images(kept, reader)
         branches = kept.branches or [[]]
         trained = sum(kept.mask) if kept.mask is not None else max(map(len, branches))
-        compared = [[]] if plan.rows.sampled else whole.branches
+        full_branches = [[]] if plan.rows.sampled else full.branches
         examples.append(
             {
                 "prompt_ids": kept.prompt,
                 **dict(zip(plan.rows.answers, branches, strict=True)),
                 "completion_mask": kept.mask,
                 "label": kept.label,
-                "prompt_key": prompt_key(whole.prompt, whole.images),
-                "row": row,
-                "state": state | cut & TRUNCATED | kind,
+                "prompt_key": prompt_key(full.prompt, full.images),
+                "row": number,
+                "state": state | prompt_state & TRUNCATED | sample_bits,
                 "unknown": unknown is not None and any(unknown in ids for ids in (kept.prompt, *branches)),
                 "unread": ", ".join(kept.unread),
-                "uncut": len(whole.prompt) + max(map(len, compared)),
+                "uncut": len(full.prompt) + max(map(len, full_branches)),
                 "trained": 0 if plan.rows.sampled else trained,
-                "keys": [prompt_key([*whole.prompt, -1, *branch], whole.images) for branch in compared],
+                "keys": [prompt_key([*full.prompt, -1, *branch], full.images) for branch in full_branches],
                 "images": list(kept.images),
             }
         )
     columns = (*plan.rows.columns, *FACTS, *(["images"] if reader else []))
-    return {column: [example[column] for example in examples] for column in columns} | more
+    return {column: [example[column] for example in examples] for column in columns} | extra_columns
 
 
 def _prompt_as_json(sample: Sample, plan: Plan) -> str:
-    """The prompt as it stands in the data, as JSON, with what its template is given; of ids there is no more than they
-    are.
-    """
+    """Return the raw prompt with its tools and template options as JSON. The prompt of rows of ids is null."""
     prompt = None if "_ids" in plan.form else sample.prompt
-    given = {"tools": sample.tools, "chat_template_kwargs": sample.template_kwargs} if sample.is_chat else {}
-    return json.dumps({"prompt": prompt} | {name: value for name, value in given.items() if value}, ensure_ascii=False)
+    options = {"tools": sample.tools, "chat_template_kwargs": sample.template_kwargs} if sample.is_chat else {}
+    return json.dumps(
+        {"prompt": prompt} | {name: value for name, value in options.items() if value}, ensure_ascii=False
+    )
 
 
 def _keep_complete_images(sample: Sample, reader: ImageReader) -> Sample:
-    """The sample up to its last trained token, with the pictures that stand before it. Raises InputError where ids have
-    other tokens for features than its pictures bring: a text may hold such a token.
+    """Return the sample up to its last trained token, with the images before that token.
+
+    Raises InputError if the ids have other numbers of feature tokens than the images, since a text may hold such a
+    token.
     """
     if sample.mask:
         end = len(sample.mask) - sample.mask[::-1].index(1)
         sample = sample._replace(branches=[sample.branches[0][:end]], mask=sample.mask[:end])
     counts = [*map(reader.count_features, sample.expansions)] or reader.feature_counts(sample.images)
     for branch in sample.branches or [[]]:
-        held = reader.count_feature_tokens([*sample.prompt, *branch])
-        counts = counts[: count_complete_images(counts, held)] if sample.mask else counts
-        if held != sum(counts):
-            problem = f"its tokens have {held} places for features of pictures, and its pictures bring {sum(counts)}"
-            raise InputError(f"{problem}: take the token of pictures out of the text")
+        feature_tokens = reader.count_feature_tokens([*sample.prompt, *branch])
+        counts = counts[: count_complete_images(counts, feature_tokens)] if sample.mask else counts
+        if feature_tokens != sum(counts):
+            raise InputError(
+                f"its tokens have {feature_tokens} places for features of images, and its images have {sum(counts)} "
+                "features. Remove the image token from the text"
+            )
     return sample._replace(images=sample.images[: len(counts)])
 
 
-def prompt_key(ids: Sequence[int], pictures: Sequence[Mapping[str, Any]] = ()) -> int:
-    """A hash of ids and pictures that is the same in every process, as a signed 64-bit number."""
+def prompt_key(ids: Sequence[int], images: Sequence[Mapping[str, Any]] = ()) -> int:
+    """Return a hash of ids and images that is the same in every process, as a signed 64-bit number."""
     digest = xxhash.xxh64(np.array(ids, dtype="<i4").tobytes())
-    for picture in pictures:
-        digest.update(picture["bytes"] or picture["path"].encode())
+    for image in images:
+        digest.update(image["bytes"] or image["path"].encode())
     return digest.intdigest() - 2**63
 
 
-def _keep_streamed(state: int, row: int, unread: str, name: str, told: set[str]) -> bool:
+def _keep_streamed(state: int, row: int, unread: str, name: str, reported: set[str]) -> bool:
+    """Return whether an example of a stream has a trained token, and log each kind of problem once."""
     if state & NO_TARGET:
-        why = "max_length would cut its pictures" if state & IMAGE_TRUNCATED else "no trained token left"
-        logger.warning("%s: row %d dropped (%s)", name, row, why)
-    elif state & TRUNCATED and "truncated" not in told:
-        told.add("truncated")
+        reason = "max_length would truncate its images" if state & IMAGE_TRUNCATED else "no trained token left"
+        logger.warning("%s: row %d dropped (%s)", name, row, reason)
+    elif state & TRUNCATED and "truncated" not in reported:
+        reported.add("truncated")
         logger.warning("%s: row %d is truncated to max_length, and others of this stream may be", name, row)
-    for what in {*filter(None, unread_columns.split(", "))} - told:
-        told.add(what)
-        said = "%s: the chat template makes no use of: %s (row %d of this stream, and maybe others)"
-        logger.warning(said, name, what, row)
+    for part in {*filter(None, unread.split(", "))} - reported:
+        reported.add(part)
+        logger.warning(
+            "%s: the chat template does not use: %s (row %d of this stream, and maybe others)", name, part, row
+        )
     return not state & NO_TARGET

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from vision_for_tests import processor_of
 
 from hf_posttrain.data.fingerprint import tokenizer_state
-from hf_posttrain.data.images import get_image_reader, attach_image_reader
+from hf_posttrain.data.images import attach_image_reader, get_image_reader
 from hf_posttrain.data.prepare import tokenize_dataset
 from hf_posttrain.methods import METHODS
 from hf_posttrain.teachers.options import TEACHER

@@ -27,12 +27,12 @@ from rows_for_tests import methods_of
 from test_data import source
 from training_for_tests import quick
 
-from hf_posttrain.data.encode import COMPLETION_CUT, NO_TARGET, PROMPT_CUT, VERSION
-from hf_posttrain.data.formats import detect, our_name
-from hf_posttrain.data.prepare import plan_for, prepare, tokenise
+from hf_posttrain.data.encode import COMPLETION_TRUNCATED, NO_TARGET, PROMPT_TRUNCATED, VERSION
+from hf_posttrain.data.formats import canonical_name, detect_format
+from hf_posttrain.data.prepare import build_plan, prepare, tokenise
 from hf_posttrain.data.row_schema import PREFERENCE, PROMPTS, SUPERVISED, UNPAIRED
 from hf_posttrain.data.sources import load
-from hf_posttrain.errors import InputError, shown
+from hf_posttrain.errors import InputError, short_repr
 from hf_posttrain.methods import METHODS
 
 MUTATIONS = 10_000
@@ -513,7 +513,7 @@ def cut(prompt, branches, mask, label, kind, options, bos=None):
         kept, ends = prompt, branches
     mask = None if mask is None else mask[: len(ends[0])]
     lost = not kind.sampled and not (all(ends) and (mask is None or any(mask)))
-    bits = PROMPT_CUT * (len(kept) < len(prompt)) + COMPLETION_CUT * (ends != branches) + NO_TARGET * lost
+    bits = PROMPT_TRUNCATED * (len(kept) < len(prompt)) + COMPLETION_TRUNCATED * (ends != branches) + NO_TARGET * lost
     return kept, ends, mask, label, bits
 
 
@@ -558,8 +558,8 @@ def as_trained(out):
 def outcome(plain, method, row, options, form):
     """What became of the row: "refused", "dropped" or "trained". Fails where it is not what the plain reading says."""
     kind = METHODS[method].rows
-    plan = plan_for(form, METHODS[method], plain.tokenizer, settings(options), "fuzz")
-    row = {our_name(column, row): value for column, value in row.items()}
+    plan = build_plan(form, METHODS[method], plain.tokenizer, settings(options), "fuzz")
+    row = {canonical_name(column, row): value for column, value in row.items()}
     batch = {column: [value] for column, value in row.items()}
     try:
         whole = expected(plain, kind, form, row, options)
@@ -576,7 +576,7 @@ def outcome(plain, method, row, options, form):
 
 
 def form_of(kind, row):
-    return detect([our_name(column, row) for column in row], SimpleNamespace(name="any", rows=kind))
+    return detect_format([canonical_name(column, row) for column in row], SimpleNamespace(name="any", rows=kind))
 
 
 @pytest.mark.parametrize("case", range(len(CASES)))
@@ -598,7 +598,7 @@ def test_mutated_rows(method):
             try:
                 outcomes[outcome(TOKENIZERS[n % 3], method, changed, options, form_of(kind, row))] += 1
             except Exception as error:
-                error.add_note(f"{method}, {options}, mutation {n}: {shown(changed)}")
+                error.add_note(f"{method}, {options}, mutation {n}: {short_repr(changed)}")
                 raise
     assert min(outcomes["refused"], outcomes["trained"]) > sum(outcomes.values()) / 4  # both sides are looked at
 
@@ -621,8 +621,9 @@ def test_other_ids_have_another_version():
     for (kind, rows), tokenizer in itertools.product(ROWS.items(), tokenizers):
         for row, options in rows:
             reader = SimpleNamespace(name="any", rows=kind)
-            plan = plan_for(form_of(kind, row), reader, tokenizer, settings(options), "fuzz")
-            made = tokenise({our_name(column, row): [value] for column, value in row.items()}, [ROW], tokenizer, plan)
+            plan = build_plan(form_of(kind, row), reader, tokenizer, settings(options), "fuzz")
+            batch = {canonical_name(column, row): [value] for column, value in row.items()}
+            made = tokenise(batch, [ROW], tokenizer, plan)
             digest.update(json.dumps(made, sort_keys=True).encode())
     assert (VERSION, digest.hexdigest()[:16]) == IDS
 
@@ -640,7 +641,7 @@ def prepared_file(path, method, options):
 def wanted_of(rows, kind, form, options):
     """The examples that the plain reading keeps of all rows; None where it refuses one."""
     try:
-        rows = [{our_name(column, row): value for column, value in row.items()} for row in rows]
+        rows = [{canonical_name(column, row): value for column, value in row.items()} for row in rows]
         whole = [example for row in rows for example in expected(CHATML, kind, form, row, options)]
     except (Refused, RecursionError):
         return None

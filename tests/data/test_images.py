@@ -15,7 +15,15 @@ from training_for_tests import TABLE
 from transformers.image_utils import load_image
 from vision_for_tests import KINDS, TURN, family_of, pictures, processor_of
 
-from hf_posttrain.data.images import MARK, open_image, image_size, get_image_reader, to_stored_image, extract_images, attach_image_reader
+from hf_posttrain.data.images import (
+    MARK,
+    attach_image_reader,
+    extract_images,
+    get_image_reader,
+    image_size,
+    open_image,
+    to_stored_image,
+)
 from hf_posttrain.data.prepare import prepare
 from hf_posttrain.errors import InputError
 from hf_posttrain.methods import config_class
@@ -129,7 +137,8 @@ def test_ids_are_those_of_the_processor(kind):
     text = tokenizer.apply_chat_template(bare, tokenize=False)
     images = [Image.open(p).convert("RGB") for p in (PHOTO, LOGO, LOGO)]
     nested = images if kind.startswith("qwen") else [images]
-    expected = get_image_reader(tokenizer).processor(text=[text], images=nested, add_special_tokens=False)["input_ids"][0]
+    processor = get_image_reader(tokenizer).processor
+    expected = processor(text=[text], images=nested, add_special_tokens=False)["input_ids"][0]
     ids = found[0]["prompt_ids"] + found[0]["completion_ids"]
     assert ids == expected[: len(ids)]
     assert len(expected) - len(ids) <= 1  # a line break behind the last turn
@@ -297,7 +306,7 @@ def test_whole_conversations_next_to_a_prompt_of_text(way):
     alone, _ = prepared([{name: value for name, value in row.items() if name != "prompt"}] * 2, "dpo")
     assert found[0] == alone[0]
     assert len(found[0]["images"]) == 1
-    with pytest.raises(InputError, match="column 'prompt': 'Who' is not part of the turns that 'chosen' and 'rejected' share"):
+    with pytest.raises(InputError, match="column 'prompt': 'Who' is not part of the turns that 'chosen' and 'rejected"):
         prepared([row | {"prompt": "Who"}] * 2, "dpo")
 
 

@@ -32,7 +32,7 @@ AFTER_SYSTEM = f"<|im_start|>system\nBe short.{END}\n{ASKED}"
         ({"question": "2+2?", "text": "4"}, "sft", r"Set columns: {prompt: question, completion: text}"),
         ({"instruction": "Add.", "output": "4", "text": "### 4"}, "sft", r"Set columns: {unused: text}"),
         ({"context": "Sums.", "messages": [USER, REPLY]}, "opd", r"Put its text into the messages\. .*unused: context"),
-        ({"prompt": "3+3?", **TURNS}, "dpo", r"row 0: column 'prompt': '3\+3\?' does not stand in .* share, '2\+2\?'"),
+        ({"prompt": "3+3?", **TURNS}, "dpo", r"row 0: column 'prompt': '3\+3\?' is not part of .* share, '2\+2\?'"),
     ],
 )
 def test_a_prompt_that_no_format_reads_stops_the_run(row, method, message):
@@ -95,10 +95,10 @@ def test_a_system_column_is_the_first_turn(row, method):
 
 
 def test_a_system_column_without_one_meaning_is_refused():
-    with pytest.raises(InputError, match="column 'system': the messages have a system turn with another text, 'Be short"):
+    with pytest.raises(InputError, match="column 'system': the messages have a system turn with another text, 'Be"):
         prepare([{"system": "Be long.", "prompt": [SYSTEM, USER], "completion": [REPLY]}], "sft")
     plain = [{"system": "Be short.", "prompt": "2+2?", "completion": "4"}]
-    with pytest.raises(InputError, match="row 0: column 'system': requires messages, .*plain text. Set `apply_"):
+    with pytest.raises(InputError, match=r"row 0: column 'system': requires messages, and the row is plain text\. Set"):
         prepare(plain, "sft")
     assert texts(plain, "sft", apply_chat_template=True)[0][0] == AFTER_SYSTEM
 
@@ -377,7 +377,7 @@ def test_a_row_may_have_template_options_of_its_own():
         ({"messages": [USER, REPLY], "chat_template_kwargs": "a"}, "row 0: column 'chat_template_kwargs': exp"),
         ({"messages": [USER, REPLY], "chat_template_kwargs": {"tokenize": 1}}, "tokenize cannot be set"),
         ({"messages": [USER, REPLY], "chat_template_kwargs": {"enable_thinking": "false"}}, "treat as true. Write"),
-        ({"prompt": "2+2?", "completion": "4", "chat_template_kwargs": {"a": 1}}, "requires messages, and the row is plain text"),
+        ({"prompt": "2+2?", "completion": "4", "chat_template_kwargs": {"a": 1}}, "messages, and the row is plain"),
     ):
         with pytest.raises(InputError, match=message):
             prepare([row], "sft", tokenizer)
@@ -385,7 +385,7 @@ def test_a_row_may_have_template_options_of_its_own():
 
 def test_tools_next_to_plain_text_are_refused():
     row = {"prompt": "2+2?", "completion": "4", "tools": [{"name": "add"}]}
-    with pytest.raises(InputError, match="row 0: column 'tools': requires messages, and the row is plain text. Set `apply_"):
+    with pytest.raises(InputError, match=r"row 0: column 'tools': requires messages, and the row is plain text\. Set"):
         prepare([row], "sft")
     assert "add" in texts([row], "sft", apply_chat_template=True)[0][0]
 
@@ -471,12 +471,12 @@ def test_turns_of_users_inside_answers_are_counted(caplog):
     for method, count in (("dpo", 1), ("cpo", 1), ("kto", 2)):
         caplog.clear()
         prepare(rows, method)
-        assert f"train: {count} {said}; give each row a prompt of all turns but the last" in caplog.messages
+        assert f"train: {count} {said}. Write all turns but the last into the prompt" in caplog.messages
     assert any(line.startswith(f"train: 1 {said}") for line in audit.warnings())
     caplog.clear()
     row = {"prompt": long[:1], "completion": long[1:]}
     prepare([row], "sft")
-    assert caplog.messages == [f"train: 1 {said}; assistant_only_loss: true trains the assistant's alone"]
+    assert caplog.messages == [f"train: 1 {said}. Set assistant_only_loss: true to train only assistant turns"]
     caplog.clear()
     prepare([row], "sft", assistant_only_loss=True)
     prepare([row], "opd")

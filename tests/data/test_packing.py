@@ -14,7 +14,7 @@ from hf_posttrain.data.lengths import seeded_sampler
 from hf_posttrain.data.packing import best_fit, pack
 from hf_posttrain.errors import InputError
 from hf_posttrain.methods.sft import supervised_examples
-from hf_posttrain.scoring.layouts import Collator, share_out
+from hf_posttrain.scoring.layouts import Collator, balance_groups
 
 
 def indexed(rows):
@@ -102,8 +102,8 @@ def test_streams_are_not_packed(tmp_path):
 
 def test_micro_batches_are_balanced_by_tokens():
     costs = [100, 1, 2, 90, 50, 3, 60]
-    groups = share_out(costs, [2, 2, 2, 1])
+    groups = balance_groups(costs, [2, 2, 2, 1])
     assert sorted(item for group in groups for item in group) == list(range(7))
     assert [len(group) for group in groups] == [2, 2, 2, 1]
     assert sorted(sum(costs[item] for item in group) for group in groups) == [50, 63, 92, 101]
-    assert share_out([5, 9, 7], [3]) == [[1, 2, 0]]  # the dearest first
+    assert balance_groups([5, 9, 7], [3]) == [[1, 2, 0]]  # the dearest first

@@ -7,8 +7,8 @@ from hf_posttrain.data.template import find_switches
 from hf_posttrain.data.template_report import describe_template
 
 ODD = {
-    "BOS": ("it writes the BOS token", {"llama2", "llama3", "llama3.1", "mistral", "mistral7", "gemma", "gemma3", "gemma4",
-                                  "deepseek3", "cohere", "cohere2", "olmo2", "lfm2"}),
+    "BOS": ("it writes the BOS token", {"llama2", "llama3", "llama3.1", "mistral", "mistral7", "gemma", "gemma3",
+                                        "gemma4", "deepseek3", "cohere", "cohere2", "olmo2", "lfm2"}),
     "eos": ("Both end an answer", {"qwen2.5", "gemma", "gemma3", "gemma4", "phi3", "cohere2"}),
     "own text": ("a default text where there is no system turn: 'system\\nYou are helpful.'", {"qwen2.5"}),
     "no system": ("it rejects system turns", {"mistral", "gemma"}),

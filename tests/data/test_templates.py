@@ -136,7 +136,7 @@ def test_arguments_as_json_text_are_those_as_a_mapping(name):
 
 def test_arguments_that_are_no_json_are_refused():
     call = {"function": {"name": "f", "arguments": "{city"}}
-    with pytest.raises(InputError, match=r"message 0 \(assistant\): the arguments of a call are not valid JSON, '{city'"):
+    with pytest.raises(InputError, match=r"message 0 \(assistant\): the arguments of a call are not valid JSON, '{c"):
         clean_messages([turn("assistant", "", tool_calls=[call])])
 
 
