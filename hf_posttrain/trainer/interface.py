@@ -60,6 +60,10 @@ class TrainerInterface(Trainer):
     """Hash of the weights that are not in a checkpoint."""
     start_key: str | None
     """Hash of the trained weights at the start, or None if they are random."""
+    has_custom_optimizer: bool
+    """Whether the optimizer was passed to the trainer or is created by a subclass."""
+    new_adapter: bool
+    """Whether a new adapter does not change the base model at the start."""
     second_key: str | None
     """Hash or description of the second models."""
     anomaly_monitor: AnomalyMonitor

@@ -131,6 +131,6 @@ class StepMixin(TrainerInterface):
     ) -> Tensor:
         """Run the step of Trainer. The anomaly monitor checks the loss later, without waiting for the device."""
         loss = super().training_step(model, inputs, num_items_in_batch)
-        self.anomaly_monitor.note(loss, self.state.global_step + 1, inputs)
+        self.anomaly_monitor.record(loss, self.state.global_step + 1, inputs)
         self.has_trained = True
         return loss

@@ -526,7 +526,7 @@ def test_evaluation_before_training_and_a_second_training_are_refused(engine):
     for before, first, after, second in on_two(out_of_order, engine, engine):
         assert (first, after) == (None, None)
         assert before == "FSDP2 and DeepSpeed cannot evaluate before train(). Set eval_on_start: true instead"
-        assert second == "train() runs once under FSDP2 and DeepSpeed: build another trainer"
+        assert second == "train() can be called only once under FSDP2 and DeepSpeed. Build another trainer"
 
 
 # ---- what two processes cannot do
@@ -552,8 +552,9 @@ def refused_on_two(rank, folder):
 def test_uneven_batches_and_streams_to_evaluate_are_refused_on_several_processes(tmp_path):
     for said in on_two(refused_on_two, "ddp", str(tmp_path)):
         assert said[0] == said[1]
-        assert said[0] == "eval: a stream on several processes would be counted unevenly: set streaming: false"
-        assert said[2].startswith("accelerator_config: with even_batches: false ranks wait for each other")
+        reason = "ranks would evaluate different numbers of rows"
+        assert said[0] == f"eval: a stream is not supported on several processes: {reason}. Set streaming: false"
+        assert said[2].startswith("accelerator_config: even_batches: false is not supported, because ranks would wait")
     # alone both are as good as any
     stream = datasets.IterableDataset.from_generator(lambda: iter(token_rows("sft", 5)))
     config = {"accelerator_config": {"even_batches": False}}

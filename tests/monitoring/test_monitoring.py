@@ -261,7 +261,8 @@ def test_names_are_checked_without_torch():
 
 @pytest.mark.parametrize(
     ("given", "message"),
-    [("nam", "stop_on: 'nam' is not a warning; did you mean 'nan'"), (["nan", "label_leek"], "did you mean 'label_leak'"),
+    [("nam", "stop_on: 'nam' is not a warning; did you mean 'nan'"),
+     (["nan", "label_leek"], "did you mean 'label_leak'"),
      ("kl_zero", "stop_on: kl_zero is not a warning of method dpo. Use nan, no_learning, label_leak, chosen_falling")],
 )  # fmt: skip
 def test_names_that_do_not_exist_are_refused(given, message, tmp_path):
@@ -438,7 +439,7 @@ def test_ranks_stop_together_and_name_the_one_that_had_the_batch(tmp_path):
 
 def warned(caplog):
     """The names of the symptoms in the log, each as often as it was said."""
-    return [name for name, symptom in watch.SYMPTOMS.items() for line in caplog.messages if symptom.says in line]
+    return [name for name, symptom in watch.SYMPTOMS.items() for line in caplog.messages if symptom.description in line]
 
 
 @pytest.mark.parametrize("method", quick("dpo", "opd", among=METHODS))
@@ -525,7 +526,7 @@ def test_a_resumed_run_knows_its_earlier_logs(tmp_path, caplog):
         (2, 4.5, 2, 1, "about 2 threads of other programs run on the 2 cores, so that 1 process of 2 threads wait"),
         (64, 70.0, 64, 1, ""),
         (64, 120.0, 64, 1, "about 56 threads of other programs run on the 64 cores"),
-        (8, 0.0, 8, 2, "2 processes of 8 threads share 8 cores, so that they wait for each other: set OMP_"),
+        (8, 0.0, 8, 2, "2 processes of 8 threads share 8 cores, so that they wait for each other. Set OMP_"),
         (8, 0.0, 4, 2, ""),
         (8, 9.5, 4, 1, ""),  # half of the cores are taken, and half as many threads run
         (1, 0.0, 2, 1, "1 process of 2 threads share 1 cores"),

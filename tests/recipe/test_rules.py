@@ -48,7 +48,7 @@ def test_names_without_torch_are_those_of_the_functions():
     assert tuple(PAIRED) == names.PAIRED_LOSSES
     assert tuple(UNPAIRED) == names.UNPAIRED_LOSSES
     assert tuple(DIVERGENCES) == names.DIVERGENCES
-    assert set(INTEGRATION_TO_CALLBACK) <= set(rules.REPORTERS)
+    assert set(INTEGRATION_TO_CALLBACK) <= set(rules.REPORTER_PACKAGES)
     ours = {name for name, kernel in ALL_ATTENTION_FUNCTIONS.items() if not from_transformers(kernel)}
     kernels = {name for name in ALL_ATTENTION_FUNCTIONS.valid_keys() if "|" not in name} - ours
     assert kernels <= set(of_recipe.ATTENTION)
@@ -88,7 +88,8 @@ def test_a_method_of_the_data_file_whose_config_has_changed_is_told(monkeypatch)
 def test_the_data_file_has_the_fields_and_defaults_of_the_config(method):
     known, differing = train_fields(method), []
     config = config_class(method)
-    config_fields = [field for field in dataclasses.fields(config) if field.init and field.name not in config.of_python]
+    python_only = config.python_only
+    config_fields = [field for field in dataclasses.fields(config) if field.init and field.name not in python_only]
     assert known.keys() == {field.name for field in config_fields}
     for field in config_fields:
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()

@@ -225,9 +225,9 @@ def test_the_reference_may_be_the_second_argument(trainer, config, method, optio
     built = trainer(tiny_model(), reference, **given)
     assert built.ref_model is reference
     assert trainer(tiny_model(), None, **given).ref_model is not reference
-    with pytest.raises(InputError, match="name every argument after the model"):
+    with pytest.raises(InputError, match="Name all arguments after the model"):
         trainer(tiny_model(), reference, None, **given)
-    with pytest.raises(InputError, match="name every argument after the model"):
+    with pytest.raises(InputError, match="Name all arguments after the model"):
         trainer(tiny_model(), reference, ref_model=reference, **given)
 
 
@@ -235,7 +235,7 @@ def test_the_teacher_may_be_the_second_argument(options):
     teacher = tiny_model(seed=3)
     given = {"train_dataset": token_rows("kd"), "processing_class": byte_tokenizer()}
     assert KDTrainer(tiny_model(), teacher, args=KDConfig(**options), **given).teacher_model is teacher
-    with pytest.raises(InputError, match="SFTTrainer: its second argument is args, which is given by name too"):
+    with pytest.raises(InputError, match="SFTTrainer: the second positional argument is args, which is also a keyword"):
         SFTTrainer(tiny_model(), teacher, args=SFTConfig(**options), train_dataset=token_rows("sft"))
 
 

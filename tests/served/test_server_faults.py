@@ -66,7 +66,8 @@ def test_a_server_that_dies_ends_the_run_in_a_line_and_it_is_resumed(prefetch, h
         whole = opd(server, tmp_path / "whole", prefetch=prefetch)
         whole.train()
         cut = at_step(opd(server, tmp_path / "cut", prefetch=prefetch), 3, lambda: server.stop(signal.SIGKILL))
-        with pytest.raises(ServerError, match=r"no server answers at .*\. checkpoint-3 is saved\. To resume, run the same command"):
+        said = r"no server answers at .*\. checkpoint-3 is saved\. To resume, run the same command"
+        with pytest.raises(ServerError, match=said):
             cut.train()
         assert sorted(path.name for path in (tmp_path / "cut").glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-3"]
     with serving(home / "mortal", *STARTED) as server:

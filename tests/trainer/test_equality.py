@@ -272,7 +272,7 @@ def test_a_router_without_such_a_loss_is_refused_where_one_is_asked_for(tmp_path
     """With the switch of the model's config alone it trains, and says that nothing is balanced."""
     model = tiny("glm4_moe")
     model.config.output_router_logits = True
-    with pytest.raises(InputError, match="this model has no load-balancing loss. Remove the option"):
+    with pytest.raises(InputError, match=r"this model has no load-balancing loss\. Remove the option"):
         trainer_for("sft", model, token_rows("sft"), tmp_path, router_aux_loss_coef=0.5)
     assert not caplog.text
     trainer_for("sft", model, token_rows("sft"), tmp_path).train()

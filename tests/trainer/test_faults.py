@@ -234,8 +234,8 @@ def test_a_reporter_that_fails_ends_no_run(event, whole, tmp_path, caplog):
     trainer = trainer_for("sft", tiny_model(), token_rows("sft", 13), tmp_path, callbacks=[reporter], **SETTINGS)
     trainer.train()
     assert logged(trainer) == logged(whole())
-    [said] = [message for message in caplog.messages if "goes on without it" in message]
-    assert said == "Failing failed, and the run goes on without it: ConnectionError: no route to host"
+    [said] = [message for message in caplog.messages if "continues without it" in message]
+    assert said == "Failing failed, and the run continues without it: ConnectionError: no route to host"
     assert event not in reporter.calls
 
 
@@ -245,7 +245,7 @@ def test_tensorboard_without_a_folder_ends_no_run(whole, tmp_path, caplog, monke
     trainer = build(tmp_path / "run", report_to="tensorboard")
     trainer.train()
     assert logged(trainer) == logged(whole())
-    assert "TensorBoard failed, and the run goes on without it" in caplog.text
+    assert "TensorBoard failed, and the run continues without it" in caplog.text
 
 
 WANDB = """
@@ -278,7 +278,7 @@ def with_wandb(folder, **env):
 )  # fmt: skip
 def test_wandb_that_cannot_start_ends_no_run(env, tmp_path):
     output = with_wandb(tmp_path / "run", HOME=str(tmp_path), NETRC=str(tmp_path / "none"), **env)
-    assert "Wandb failed, and the run goes on without it" in output
+    assert "Wandb failed, and the run continues without it" in output
     assert "steps 3" in output
 
 

@@ -199,7 +199,7 @@ def test_a_method_without_the_group_says_where_the_option_went(tmp_path):
         config("sft", tmp_path, horizon=3)
     args = config("opd", tmp_path)
     args.horizon = 3
-    with pytest.raises(InputError, match=r"nothing reads it: its name is now rollouts.train_max_tokens"):
+    with pytest.raises(InputError, match=r"has no effect: its name is now rollouts.train_max_tokens"):
         args.check_changes()
 
 
