@@ -454,7 +454,7 @@ def test_the_table_of_warnings_has_all_of_them():
     rows = table(page.read_text(encoding="utf-8"), "## Warnings while it runs")
     said = {code(name)[0]: text.replace("`", "") for name, text, _ in rows}
     assert said.pop("nan")
-    assert said == {name: symptom.says for name, symptom in watch.SYMPTOMS.items()}
+    assert said == {name: symptom.description for name, symptom in watch.SYMPTOMS.items()}
 
 
 @pytest.mark.parametrize("method", METHODS)

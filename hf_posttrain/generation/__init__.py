@@ -1,1 +1,1 @@
-"""Rollouts and greedy answers, by our own decoding or transformers."""
+"""Rollouts and greedy answers, by our own decoding or by transformers."""

@@ -1,7 +1,8 @@
-"""A server that completes and scores token ids over HTTP: `vllm serve`, or another one with OpenAI's protocol.
+"""HTTP client of a server that completes and scores token ids: `vllm serve`, or another one with OpenAI's protocol.
 
-Retries, pauses between them and open connections are urllib3's. What goes wrong is a ServerError of one line.
-Written against vLLM 0.32 and tested with it (tests/served): entrypoints/openai/completion/protocol.py.
+urllib3 makes retries, pauses between them, and keeps connections open. Problems are raised as ServerError with a
+message of one line. The client is written for vLLM 0.32 and tested with it (tests/served), see
+entrypoints/openai/completion/protocol.py.
 """
 
 import json
@@ -21,9 +22,9 @@ from urllib3.exceptions import HTTPError, ReadTimeoutError
 from ..errors import InputError
 
 MAX_CONNECTIONS = 256
-"""Requests that a process has open at a server."""
+"""Maximum number of open requests of a process."""
 LOG_INTERVAL = 10.0
-"""Seconds between two lines about lost connections: each of many requests has its own."""
+"""Seconds between two log lines about lost connections. Otherwise each of many requests would have its own line."""
 RETRIES = urllib3.Retry(
     total=8,
     read=1,
@@ -33,9 +34,9 @@ RETRIES = urllib3.Retry(
     allowed_methods=None,
     raise_on_status=False,
 )
-"""Of a server that has answered before: a minute and a half for one that is not there, which may be starting again."""
+"""Retries, for a minute and a half if the server does not respond. It may be restarting."""
 TIMEOUT = urllib3.Timeout(connect=10, read=1800)
-"""Seconds; a rollout waits for those before it."""
+"""Timeout in seconds. A rollout waits for earlier ones."""
 UNMODIFIED_SAMPLING = {
     "top_p": 1.0,
     "top_k": 0,
@@ -44,19 +45,20 @@ UNMODIFIED_SAMPLING = {
     "frequency_penalty": 0.0,
     "repetition_penalty": 1.0,
 }
-"""Sampling from the model's own distribution, whatever its generation config says."""
+"""Sampling parameters for the model's own distribution, whatever its generation config is."""
 REQUEST_TIMEOUT = 408
-"""What HTTP calls a request that timed out."""
-Asked = TypeVar("Asked")
-Found = TypeVar("Found")
+"""HTTP status of a request that timed out."""
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 class RetryLogFilter(logging.Filter):
-    """Passes one of urllib3's lines about a try that failed, in other words, and no other for LOG_INTERVAL seconds."""
+    """Rewords urllib3's log lines about failed attempts, and passes one of them in LOG_INTERVAL seconds."""
 
     last = -math.inf
 
     def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether the record is logged, and reword its message."""
         if not str(record.msg).startswith("Retrying"):
             return True
         now = time.monotonic()
@@ -65,8 +67,8 @@ class RetryLogFilter(logging.Filter):
         self.last = now
         if isinstance(record.args, tuple) and len(record.args) == 3:
             _, error, path = record.args
-            record.msg = "no answer to %s (%s): it is asked again"
-            record.args = (path, _reason(error))
+            record.msg = "no answer to %s (%s), trying again"
+            record.args = (path, _error_reason(error))
         return True
 
 
@@ -74,64 +76,81 @@ logging.getLogger("urllib3.connectionpool").addFilter(RetryLogFilter())
 
 
 class ServerError(InputError):
-    """A server is not there, refuses, or answers otherwise than it must. status: of HTTP, 0 where nothing answered,
-    REQUEST_TIMEOUT where it took too long.
+    """A server does not respond, rejects a request, or its response is invalid.
+
+    Args:
+        message: The message.
+        status: HTTP status, 0 without a response, or REQUEST_TIMEOUT if it took too long.
     """
 
-    def __init__(self, message: str, status: int = 0):
+    def __init__(self, message: str, status: int = 0) -> None:
         super().__init__(message)
         self.status = status
 
 
 class Server:
-    """A server at `url`. option: what names it to the user, for messages. needs: path -> what a server that has no such
-    path was started without.
+    """A server.
+
+    Args:
+        url: URL of the server. A trailing /v1, which some clients require, is removed.
+        option: Option that sets the URL, for messages.
+        requirements: Path -> how to start a server that has this path, for messages.
     """
 
-    def __init__(self, url: str, option: str, needs: Mapping[str, str] | None = None):
-        self.url = url.rstrip("/").removesuffix("/v1")  # which some clients want at its end
+    def __init__(self, url: str, option: str, requirements: Mapping[str, str] | None = None) -> None:
+        self.url = url.rstrip("/").removesuffix("/v1")
         self.option = option
-        self.needs = needs or {}
+        self.requirements = requirements or {}
         self.pool = urllib3.PoolManager(maxsize=MAX_CONNECTIONS, timeout=TIMEOUT, retries=RETRIES)
 
     def get(self, path: str, **options: Any) -> Any:
-        """What it answers, from JSON. Raises ServerError."""
-        return self._ask("GET", path, **options)
+        """Return the JSON response to a GET request. Raise ServerError if it fails."""
+        return self._request("GET", path, **options)
 
     def post(self, path: str, body: dict[str, Any], **options: Any) -> Any:
-        """What it answers to `body`. Raises ServerError."""
-        return self._ask("POST", path, json=body, **options)
+        """Return the JSON response to a POST request. Raise ServerError if it fails."""
+        return self._request("POST", path, json=body, **options)
 
-    def _ask(self, method: str, path: str, **options: Any) -> Any:
+    def _request(self, method: str, path: str, **options: Any) -> Any:
         url = self.url + path
         try:
-            answer = self.pool.request(method, url, **options)
+            response = self.pool.request(method, url, **options)
         except HTTPError as error:
             if isinstance(reason := getattr(error, "reason", None) or error, ReadTimeoutError):
-                raise ServerError(f"{self.option}: {url} took too long ({_reason(reason)})", REQUEST_TIMEOUT) from error
-            where = f"no server answers at {url} ({_reason(reason)})"
-            raise ServerError(f"{self.option}: {where}: start it, or correct the URL") from error
-        text = answer.data.decode(errors="replace")
-        if answer.status != 200:
-            hint = f": {self.needs[path]}" if answer.status == 404 and path in self.needs else ""
-            raise ServerError(f"{self.option}: {url} answered {answer.status} ({_error_message(text)}){hint}", answer.status)
+                raise ServerError(
+                    f"{self.option}: {url} took too long ({_error_reason(reason)})", REQUEST_TIMEOUT
+                ) from error
+            raise ServerError(
+                f"{self.option}: no server answers at {url} ({_error_reason(reason)}). Start it, or correct the URL"
+            ) from error
+        text = response.data.decode(errors="replace")
+        if response.status != 200:
+            is_missing = response.status == 404 and path in self.requirements
+            hint = f". {self.requirements[path]}" if is_missing else ""
+            raise ServerError(
+                f"{self.option}: {url} answered {response.status} ({_error_message(text)}){hint}", response.status
+            )
         try:
             return json.loads(text) if text and not text.startswith("Success") else text
         except ValueError as error:
-            raise ServerError(f"{self.option}: {url} answered no JSON ({_error_message(text)}): is it that server?") from error
+            raise ServerError(
+                f"{self.option}: {url} did not return JSON ({_error_message(text)}). Check that the URL is correct"
+            ) from error
 
     def model_info(self, **options: Any) -> dict[str, Any]:
-        """What it says of its model: id, root (a name or folder), max_model_len. Raises ServerError at once where it
-        cannot be asked.
+        """Return the server's description of its model: id, root (a name or folder), max_model_len.
+
+        Raises:
+            ServerError: If the server does not respond, without retries.
         """
-        listed = self.get("/v1/models", retries=False, **options)
+        models = self.get("/v1/models", retries=False, **options)
         try:
-            return listed["data"][0]  # the base, then adapters
+            return models["data"][0]  # the base is first, then adapters
         except (TypeError, LookupError) as error:
-            raise ServerError(f"{self.option}: {self.url}/v1/models names no model: {str(listed)[:200]}") from error
+            raise ServerError(f"{self.option}: {self.url}/v1/models lists no model: {str(models)[:200]}") from error
 
     def vllm_config(self) -> dict[str, Any] | None:
-        """VLLM's own, which it tells in development mode alone (VLLM_SERVER_DEV_MODE=1); None: it does not."""
+        """Return the config of vLLM, or None without its development mode (VLLM_SERVER_DEV_MODE=1)."""
         try:
             return self.get("/server_info?config_format=json")["vllm_config"]
         except ServerError as error:
@@ -140,61 +159,69 @@ class Server:
             raise
 
     def complete(self, body: dict[str, Any], prompt: Sequence[int]) -> list[dict[str, Any]]:
-        """Its choices for one prompt of token ids. Raises ServerError where it read other ids, or gives none."""
-        given = list(prompt)
-        choices = self.post("/v1/completions", body | {"prompt": given, "return_token_ids": True})["choices"]
+        """Return the choices for a prompt of token ids.
+
+        Raises:
+            ServerError: If the server returns no token ids, or has not read the ids of the prompt.
+        """
+        ids = list(prompt)
+        choices = self.post("/v1/completions", body | {"prompt": ids, "return_token_ids": True})["choices"]
         for choice in choices:
             if choice.get("token_ids") is None:
-                raise ServerError(f"{self.option}: {self.url} gives no token ids (return_token_ids): it must be vLLM")
-            if choice.get("prompt_token_ids", given) != given:
-                raise ServerError(f"{self.option}: {self.url} read other token ids than it was sent: another tokenizer")
+                raise ServerError(f"{self.option}: {self.url} returns no token ids (return_token_ids). Use vLLM")
+            if choice.get("prompt_token_ids", ids) != ids:
+                raise ServerError(
+                    f"{self.option}: {self.url} did not read the token ids that were sent. Start it with the tokenizer "
+                    "of this run"
+                )
         return choices
 
 
 def run_in_background(function: Callable[[], Result]) -> Future[Result]:
-    """What `function` gives, from a thread that the end of the process does not wait for (it would for an executor's,
-    and a server may take half an hour to answer).
+    """Run a function in a thread, for which the end of the process does not wait.
+
+    The process would wait for the threads of an executor, and a server may take half an hour to respond.
     """
     future: Future[Result] = Future()
 
     def run() -> None:
         try:
             future.set_result(function())
-        except BaseException as error:  # for whoever asks for the result
+        except BaseException as error:  # raised where the result is read
             future.set_exception(error)
 
     Thread(target=run, daemon=True).start()
     return future
 
 
-def run_concurrently(function: Callable[[Item], Result], asked: Sequence[Item]) -> list[Result]:
-    """`function` of each, in order; requests wait for the server together. After an error no more are begun."""
-    left = list(enumerate(asked))[::-1]
+def run_concurrently(function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+    """Return the results of `function` for the items in order. No further calls start after an error."""
+    remaining = list(enumerate(items))[::-1]
     lock = Lock()
-    found = [None] * len(asked)
+    results = [None] * len(items)
 
     def work() -> None:
         try:
             while True:
                 with lock:
-                    if not left:
+                    if not remaining:
                         return
-                    number, each = left.pop()
-                found[number] = function(each)  # type: ignore[call-overload]
+                    number, item = remaining.pop()
+                results[number] = function(item)  # type: ignore[call-overload]
         except BaseException:
-            left.clear()
+            remaining.clear()
             raise
 
-    workers = [run_in_background(work) for _ in range(min(MAX_CONNECTIONS, len(asked)))]
+    workers = [run_in_background(work) for _ in range(min(MAX_CONNECTIONS, len(items)))]
     wait(workers)
     for worker in workers:
         worker.result()
-    return found  # type: ignore[return-value]
+    return results  # type: ignore[return-value]
 
 
 @contextmanager
 def as_server_error() -> Iterator[None]:
-    """Makes a ServerError of what is raised of an answer that lacks what it must have, or of a file not written."""
+    """Convert errors from an invalid response, or from a file that cannot be written, into a ServerError."""
     try:
         yield
     except InputError as error:
@@ -202,34 +229,37 @@ def as_server_error() -> Iterator[None]:
     except OSError as error:
         raise ServerError(f"{error.filename or 'a file for the server'}: {error.strerror or error}") from error
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        said = f"{type(error).__name__}: {error}"
-        raise ServerError(f"a server answered otherwise than vLLM does ({said}): is it one, and which?") from error
+        problem = f"{type(error).__name__}: {error}"
+        raise ServerError(
+            f"the response of a server is not that of vLLM ({problem}). Check that it is a supported version"
+        ) from error
 
 
-def raise_on_all_ranks(ask: Callable[[], Result]) -> Result:
-    """What `ask` gives on each rank. Raises the ServerError of any rank on all of them, which would wait for it; an
-    answer that lacks what it must have is one too.
+def raise_on_all_ranks(function: Callable[[], Result]) -> Result:
+    """Return the result of `function` on each rank, or raise the ServerError of any rank on all of them.
+
+    Without it, ranks would wait for the one that failed. An invalid response is a ServerError, too.
     """
-    found = None
-    error = None
+    result = None
+    server_error = None
     try:
         with as_server_error():
-            found = ask()
-    except ServerError as raised:
-        error = raised
-    told = gather_object([error and (str(error), error.status)])
-    if first := next(filter(None, told), None):
-        raise ServerError(*first) from error
-    return found  # type: ignore[return-value]
+            result = function()
+    except ServerError as error:
+        server_error = error
+    errors = gather_object([server_error and (str(server_error), server_error.status)])
+    if first := next(filter(None, errors), None):
+        raise ServerError(*first) from server_error
+    return result  # type: ignore[return-value]
 
 
-def _reason(error: Any) -> str:
-    """What an error of urllib3 says, without the connection that had it."""
+def _error_reason(error: object) -> str:
+    """Return the message of an error of urllib3 without the connection that had it."""
     return str(error).rpartition("): ")[2]
 
 
 def _error_message(text: str) -> str:
-    """What a server says of its own error, in one line."""
+    """Return the error message in a response, in one line."""
     with suppress(ValueError, LookupError, TypeError):
         text = json.loads(text)["error"]["message"]
     return " ".join(str(text).split())[:500]

@@ -71,7 +71,7 @@ def check_adapter_kind(config: peft.PeftConfig) -> None:
     """Raise InputError for kinds of adapters that cannot be trained here.
 
     These are adapters outside of the layers (prompt tuning), adapters that require more than a forward, such as their
-    own inputs (or for AdaLoRA a loss, and calls in each step), and adapters that draw random weights in each step.
+    own inputs (or for AdaLoRA a loss, and calls in each step), and adapters with random weights in each step.
     """
     kind = getattr(config.peft_type, "value", config.peft_type)
     variant = next((name for name in _VARIANTS_WITH_LOSS if getattr(config, name, None)), None)
@@ -223,7 +223,7 @@ def _init_without_weight_error(init: object, layer: str) -> InputError:
 
 
 def _module_hint(config: peft.PeftConfig, modules: Iterable[str]) -> str:
-    """Return "; did you mean 'q_proj'?" for a target module that the model lacks and that resembles one of its own."""
+    """Return "; did you mean 'q_proj'?" for an unknown target module that resembles a module of the model."""
     targets = getattr(config, "target_modules", None)
     if not isinstance(targets, list | set | tuple):
         return ""
@@ -354,7 +354,7 @@ def _ignored_options(policy: peft.PeftModel, config: peft.PeftConfig, modules: l
 def _unloadable_weights(policy: peft.PeftModel) -> Iterator[str]:
     """Yield a message if weights of the adapter would be saved but not loaded again.
 
-    PEFT loads through the renamings that transformers has for weights of older files. Those of Laguna change names of
+    PEFT applies the renamings that transformers has for weights of older files. For Laguna they change the names of
     its shared experts.
     """
     if policy.active_peft_config.peft_type == peft.PeftType.LORA:

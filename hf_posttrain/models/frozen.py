@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 class FrozenModel:
     """A second model, which is on the device inside `with frozen as model`.
 
-    The first use prepares the model for the engine, which shards its weights if it shards those of the policy.
+    The first use prepares the model for the engine, which shards its weights if it shards the policy.
 
     Args:
         model: The model.
@@ -84,7 +84,7 @@ def precast_linear_weights(model: nn.Module, accelerator: Accelerator) -> nn.Mod
 def shares_trained_weights(frozen: nn.Module, policy: nn.Module) -> bool:
     """Return whether a model to be frozen is the policy or shares trained weights with it.
 
-    Its weights would change in training, or those of the policy would be frozen.
+    Otherwise its weights would change in training, or weights of the policy would be frozen.
     """
     trained = {id(parameter) for parameter in policy.parameters() if parameter.requires_grad}
     same = forward.causal_lm(frozen) is forward.causal_lm(policy)
@@ -120,7 +120,7 @@ class Reference:
         Args:
             policy: The policy, which scores if there is no second model.
             batch: The batch.
-            parts: Batches with its branches, instead of those of `split_batch`.
+            parts: Batches with its branches, instead of the result of `split_batch`.
 
         Raises:
             InputError: If the rows were not scored in advance and no reference was kept.

@@ -11,7 +11,7 @@ from ..scoring import forward as scoring
 
 
 def named_weights(model: nn.Module) -> Mapping[str, Tensor]:
-    """Return the weights and saved buffers of the causal LM by name, without those of an adapter.
+    """Return the weights and saved buffers of the causal LM by name, without weights of adapters.
 
     A tied weight is included under each of its names. DeepSpeed may have sharded the weights.
     """

@@ -91,7 +91,7 @@ def load_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
     if section.chat_template or (section.adapter and adapter_template.is_file()):
         tokenizer.chat_template = Path(section.chat_template or adapter_template).read_text(encoding="utf-8")
     if reader := get_image_reader(tokenizer):
-        reader.processor.chat_template = tokenizer.chat_template  # the processor is what is saved
+        reader.processor.chat_template = tokenizer.chat_template  # the processor is saved
     return with_pad_token(tokenizer)
 
 

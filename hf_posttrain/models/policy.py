@@ -85,7 +85,7 @@ def resolve_model(
 def find_terminal_ids(
     model: nn.Module, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any] | None
 ) -> list[int]:
-    """Return the ids that end an answer: the chat template's turn end, the eos, and those of the generation config."""
+    """Return the ids that end an answer: the turn end of the chat template, the eos, and the eos of the generation config."""
     config = getattr(forward.causal_lm(model), "generation_config", None)
     return terminal_ids_from_config(config, tokenizer, template_kwargs)
 
@@ -274,7 +274,7 @@ def disable_dropout(model: nn.Module) -> list[str]:
     `original_dropout` restores them for saving, `restore_dropout` permanently.
 
     Returns:
-        The names of what was active.
+        The names of the rates and routers that were active.
     """
     names: set[str] = set()
     inner = forward.causal_lm(model)

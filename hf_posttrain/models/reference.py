@@ -164,7 +164,7 @@ class FrozenAdapterReference:
 
     @contextmanager
     def __call__(self, policy: peft.PeftModel) -> Iterator[None]:
-        """Activate the copy inside the context, and restore the trained adapter and what is trainable afterwards.
+        """Activate the copy inside the context, and restore the trained adapter and trainable weights afterwards.
 
         Raises:
             InputError: If a later trainer of this policy has made another copy, or another adapter is active.
@@ -193,7 +193,7 @@ class FrozenAdapterReference:
 
 @contextmanager
 def without_reference_adapter(model: nn.Module, state: dict[str, Tensor] | None) -> Iterator[dict[str, Tensor] | None]:
-    """Exclude the frozen copy from what is saved: inside the context, PEFT has neither its config nor its tensors.
+    """Exclude the frozen copy from a saved model. Inside the context, PEFT has neither its config nor its tensors.
 
     Args:
         model: The policy.

@@ -1,1 +1,1 @@
-"""What a run shows while it trains: progress, symptoms of trouble, and what stops it."""
+"""Monitoring of a training run: progress, symptoms of problems, and conditions that stop the run."""

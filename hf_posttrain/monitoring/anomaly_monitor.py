@@ -1,14 +1,14 @@
-"""Warns of what goes wrong while a run trains, and ends the run where stop_on says so.
+"""Warnings about anomalies in a training run, which end the run if `stop_on` names them.
 
-Symptoms are looked for at each log. A loss that is not finite is found without waiting for the device at every step:
-micro-batches are kept until their losses are read, so that the first bad one can be saved.
+Symptoms are checked at each log. A non-finite loss is found without waiting for the device at every step: micro-batches
+are kept until their losses are read, so that the first one with a non-finite loss can be saved.
 """
 
 import logging
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
@@ -16,12 +16,15 @@ from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..batching.micro_batch import MicroBatch
-from ..scoring.head import check_promised_weights
+from ..scoring.head import check_score_weights
 from . import symptoms
 
+if TYPE_CHECKING:
+    from ..trainer.interface import TrainerInterface
+
 logger = logging.getLogger(__name__)
-MAX_PENDING = 32  # micro-batches that are kept until their losses are read: at each log, or when there are so many
-# what is kept of a batch, not copied: some 32 bytes a token, where the rest would be ten times that
+MAX_PENDING = 32
+"""Maximum number of micro-batches that are kept until their losses are read, which also happens at each log."""
 RECORDED_FIELDS = (
     "index",
     "row_weights",
@@ -33,33 +36,39 @@ RECORDED_FIELDS = (
     "shift_labels",
     "router_weights",
 )
+"""Fields of a batch that are kept, without a copy: about 32 bytes a token. The others would take ten times as much."""
 
 
 class RecordedMicroBatch(NamedTuple):
-    """A micro-batch and its loss (a scalar), both still on the device."""
+    """A micro-batch and its loss (a scalar), both on the device."""
 
     step: int
     loss: Tensor
-    batch: dict[str, Tensor]  # the fields named in `RECORDED_FIELDS`
+    batch: dict[str, Tensor]
+    """The fields named in `RECORDED_FIELDS`."""
 
 
 class AnomalyMonitor(TrainerCallback):
-    """Watches over a training run of `trainer`, a PostTrainer. All ranks decide together.
+    """Callback that checks a training run for anomalies. All ranks decide together.
 
-    A run that is ended saves nothing more and is not evaluated. To be added after whatever else asks for a checkpoint.
+    A run that is ended saves nothing more and is not evaluated. Add this callback after all callbacks that request a
+    checkpoint.
+
+    Args:
+        trainer: The trainer, a PostTrainer.
     """
 
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: "TrainerInterface") -> None:
         self.trainer = trainer
         self.stop_on = symptoms.as_names(trainer.args.stop_on)
-        self._begin([])
+        self._reset([])
 
-    def _begin(self, logs: list[dict[str, float]]) -> None:
-        self.stopped: str | None = None  # why the last run was ended, in a line
+    def _reset(self, logs: list[dict[str, float]]) -> None:
+        self.stopped: str | None = None  # why the last run was ended, in one line
         self.warned: set[str] = set()
-        self.history: list[Mapping[str, float]] = []  # logs, a bounded number of them
+        self.history: list[Mapping[str, float]] = []  # a bounded number of logs
         self.pending: list[RecordedMicroBatch] = []
-        self.broken: RecordedMicroBatch | None = None  # this rank's first micro-batch whose loss was not finite
+        self.broken: RecordedMicroBatch | None = None  # this rank's first micro-batch with a non-finite loss
         for log in logs:
             self._remember(log)
 
@@ -68,34 +77,38 @@ class AnomalyMonitor(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Begin anew, or with the logs of the checkpoint that training resumes from."""
-        self._begin(state.log_history)
+        """Reset the state, with the logs of the checkpoint from which training resumes."""
+        self._reset(state.log_history)
 
-    def note(self, loss: Tensor, step: int, batch: MicroBatch) -> None:
-        """Remember the loss (a scalar) of a micro-batch; every MAX_PENDING of them the device is waited for."""
+    def record(self, loss: Tensor, step: int, batch: MicroBatch) -> None:
+        """Record the loss (a scalar) of a micro-batch. Every MAX_PENDING micro-batches, this waits for the device."""
         if self.broken is None:
-            self.pending.append(
-                RecordedMicroBatch(step, loss.detach(), {name: batch[name] for name in RECORDED_FIELDS if name in batch})
-            )
+            fields = {name: batch[name] for name in RECORDED_FIELDS if name in batch}
+            self.pending.append(RecordedMicroBatch(step, loss.detach(), fields))
         if len(self.pending) >= MAX_PENDING:
             self._read_losses()
 
     def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
     ) -> None:
-        """Look at the losses since the last log and, on the first rank, for symptoms that were not told of yet."""
-        if "loss" not in logs:
+        """Check the losses since the last log and, on the first rank, the symptoms without an earlier warning."""
+        if logs is None or "loss" not in logs:
             return
         self._remember(state.log_history[-1])
         loss_types = symptoms.as_names(getattr(args, "loss_type", None))
-        found = self._nonfinite()
-        if state.is_world_process_zero:  # whose findings `_act` sends to all
-            found |= symptoms.find_symptoms(self.history, self.trainer.method.symptoms, loss_types, self.warned)
-        self._act(found, state, control)
+        messages = self._nonfinite()
+        if state.is_world_process_zero:  # `_act` sends its messages to all ranks
+            messages |= symptoms.find_symptoms(self.history, self.trainer.method.symptoms, loss_types, self.warned)
+        self._act(messages, state, control)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """No checkpoint of broken weights, where these end the run: look before one that no log precedes."""
-        # before an evaluation too: with save_strategy best, Trainer may save right after it
+        """Check the losses before a checkpoint without a log, so that no broken weights are saved if `nan` stops."""
+        # also before an evaluation: with save_strategy best, Trainer may save right after it
         saves = control.should_save or control.should_evaluate
         if self.stopped or ("nan" in self.stop_on and saves and not control.should_log):
             self._act(self._nonfinite(), state, control)
@@ -105,29 +118,30 @@ class AnomalyMonitor(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Look at what no log came after."""
+        """Check the losses after the last log."""
         self._act(self._nonfinite(), state, control)
 
-    # ---- what they do
+    # ---- implementation
 
     def _remember(self, log: Mapping[str, Any]) -> None:
         if "loss" in log:
             rows = self.trainer.get_total_train_batch_size(self.trainer.args)
             self.history.append({**log, "rows": log["step"] * rows})
-        # thinned now and then, so that a look costs the same after 100,000 logs as after 800
+        # thinned regularly, so that a check costs the same after 100,000 logs as after 800
         if len(self.history) >= 4 * symptoms.HISTORY_ENDS:
             self.history = symptoms.thin_history(self.history)
 
     def _read_losses(self) -> None:
-        """Forget the pending micro-batches, but for the first whose loss is not finite."""
-        check_promised_weights()
+        """Discard the pending micro-batches except for the first with a non-finite loss."""
+        check_score_weights()
         if self.pending:
-            finite = torch.stack([noted.loss for noted in self.pending]).isfinite().tolist()
-            self.broken = next((noted for noted, good in zip(self.pending, finite, strict=True) if not good), None)
+            finite = torch.stack([recorded.loss for recorded in self.pending]).isfinite().tolist()
+            pairs = zip(self.pending, finite, strict=True)
+            self.broken = next((recorded for recorded, is_finite in pairs if not is_finite), None)
             self.pending = []
 
     def _nonfinite(self) -> dict[str, str]:
-        """The symptom `nan`, with its micro-batch saved, once. All ranks call it."""
+        """Return the symptom `nan`, once, after its micro-batch has been saved. All ranks call it."""
         if "nan" in self.warned:
             return {}
         self._read_losses()
@@ -137,30 +151,33 @@ class AnomalyMonitor(TrainerCallback):
         steps = accelerator.gather(first).tolist()
         if min(steps) == torch.inf:
             return {}
-        # each rank that had it writes its own file, and all ranks hear which of them could not
+
+        # each rank with a non-finite loss writes its own file, and all ranks get the problems of all files
         step = int(min(steps))
-        own = accelerator.process_index
+        own_rank = accelerator.process_index
         files = {rank: folder / f"nonfinite_step_{step}_rank_{rank}.pt" for rank, s in enumerate(steps) if s == step}
-        problem = self._save(files[own]) if own in files else None
-        problems = {rank: said for rank, said in gather_object([(own, problem)]) if said}
-        kept = ", ".join(str(file) for rank, file in files.items() if rank not in problems)
-        where = [f"its batch is in {kept} (rows, text, tensors)"] if kept else []
-        where += [f"{files[rank]} could not be written ({said})" for rank, said in problems.items()]
+        own_problem = self._save(files[own_rank]) if own_rank in files else None
+        problems = {rank: problem for rank, problem in gather_object([(own_rank, own_problem)]) if problem}
+        saved = ", ".join(str(file) for rank, file in files.items() if rank not in problems)
+        places = [f"its batch is in {saved} (rows, text, tensors)"] if saved else []
+        places += [f"{files[rank]} could not be written ({problem})" for rank, problem in problems.items()]
         return {
-            "nan": f"the loss was not finite at step {step}; {'; '.join(where)}. If its batch looks sound, the "
-            "step before broke the weights: lower train.learning_rate, or set train.max_grad_norm."
+            "nan": f"the loss was not finite at step {step}; {'; '.join(places)}. If its batch looks correct, the "
+            "previous step broke the weights. Lower train.learning_rate, or set train.max_grad_norm."
         }
 
     def _save(self, path: Path) -> str | None:
-        """Write `broken` for `torch.load`: step, loss, rows (their `index` in the prepared data, -1 where it has none),
-        text (of each row of tokens) and the tensors themselves. Returns, in a line, why it could not be kept.
+        """Write `broken` for `torch.load`, and return the problem in one line if that fails.
+
+        The file has the step, the loss, rows (their `index` in the prepared data, -1 for rows without one), text (of
+        each row of tokens) and the tensors.
         """
         assert self.broken is not None
         step, loss, batch = self.broken
         try:
             batch = {name: tensor.cpu() for name, tensor in batch.items()}
-            real = [ids[weights > 0] for ids, weights in zip(batch["input_ids"], batch["router_weights"], strict=True)]
-            text = self.trainer.tokenizer.batch_decode(real)
+            ids = [ids[weights > 0] for ids, weights in zip(batch["input_ids"], batch["router_weights"], strict=True)]
+            text = self.trainer.tokenizer.batch_decode(ids)
             path.parent.mkdir(parents=True, exist_ok=True)
             rows = batch["index"].tolist()
             torch.save({"step": step, "loss": loss.item(), "rows": rows, "text": text, "batch": batch}, path)
@@ -170,10 +187,10 @@ class AnomalyMonitor(TrainerCallback):
             return str(getattr(error, "strerror", None) or error).partition("\n")[0]
         return None
 
-    def _act(self, found: dict[str, str], state: TrainerState, control: TrainerControl) -> None:
-        """Say what is new, and stop where that was asked for."""
-        [found] = broadcast_object_list([found])
-        for name, message in found.items():
+    def _act(self, messages: dict[str, str], state: TrainerState, control: TrainerControl) -> None:
+        """Log the new messages of the first rank by the names of their symptoms, and stop if `stop_on` names one."""
+        [messages] = broadcast_object_list([messages])
+        for name, message in messages.items():
             if name in self.warned:
                 continue
             self.warned.add(name)

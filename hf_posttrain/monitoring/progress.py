@@ -1,9 +1,11 @@
-"""What a run shows while it trains: a line for each log (`LogLines`), on a terminal above a bar (`ProgressBar`):
+"""Progress of a training run: a line for each log (`LogLines`), on a terminal above a progress bar (`ProgressBar`).
+
+A line is:
 
     step 120/400  loss 0.6412  accuracy 0.71  margin 0.1852  3,412 tokens/s  02:10<05:03
 
-`format_metrics` writes both, from the method's key metrics; `Throughput` counts tokens. Only the first process shows
-anything. What is logged, to trainer_state.json, W&B and others, does not depend on it.
+`format_metrics` formats the key metrics of the method for both, and `Throughput` counts tokens. Only the first process
+shows progress. The logs of trainer_state.json, W&B and other reporters do not depend on it.
 """
 
 import logging
@@ -11,11 +13,12 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers import (
@@ -28,106 +31,118 @@ from transformers import (
 )
 from transformers.trainer_utils import has_length
 
+if TYPE_CHECKING:
+    from transformers import Trainer
+
 logger = logging.getLogger(__name__)
 GIB = 2**30
 LOG_INTERVAL = 30.0
-"""Seconds between two lines about what is done of some long work, where there is no terminal."""
+"""Seconds between two log lines about the progress of a long task without a terminal."""
 _LINE = "step {n_fmt}/{total_fmt}  {desc}  {elapsed}<{remaining}"
 _BAR = "{percentage:3.0f}%|{bar:16}| {n_fmt}/{total_fmt}  {elapsed}<{remaining}"  # fits into 80 columns
 _EVALUATION = "evaluation |{bar:16}| {n_fmt}/{total_fmt}  {elapsed}<{remaining}"
 _HIDDEN_SUFFIXES = ("epoch", "_runtime", "_per_second", "_time", "total_flos", "_clamped")
-"""How keys end that say nothing of an evaluation's result."""
+"""Suffixes of keys in the log of an evaluation that are no results."""
 _ROUND_METRICS = ("score", "best_score", "stopped", "length", "rows", "left_out")
-"""What is shown of a round's answers, from its log."""
+"""Metrics of the answers of a round that are printed."""
 
 
 def format_metrics(logs: Mapping[str, Any], key_metrics: Mapping[str, str]) -> str:
-    """Loss, key metrics and tokens a second of a training log, those that are there, as "name value  name value"."""
+    """Format the loss, the key metrics and the tokens per second of a training log as "name value  name value"."""
     names = {"loss": "loss", **key_metrics}
-    shown = [f"{name} {_number(logs[key])}" for key, name in names.items() if key in logs]
+    entries = [f"{name} {_format_number(logs[key])}" for key, name in names.items() if key in logs]
     if "tokens_per_second" in logs:
-        shown.append(f"{logs['tokens_per_second']:,.0f} tokens/s")
-    return "  ".join(shown)
+        entries.append(f"{logs['tokens_per_second']:,.0f} tokens/s")
+    return "  ".join(entries)
 
 
-def format_evaluation(logs: Mapping[str, Any], keys: Mapping[str, str]) -> str:
-    """The same of an evaluation, of whichever data set: loss, exact match, key metrics, and what compute_metrics gives
-    (none of whose names has a slash, as our own do).
+def format_evaluation(logs: Mapping[str, Any], key_metrics: Mapping[str, str]) -> str:
+    """Format the log of an evaluation on any data set as "name value  name value".
+
+    It has the loss, exact match, the key metrics, and the metrics of compute_metrics (whose names have no slash, unlike
+    metrics of this package).
     """
-    shown = []
+    entries = []
     for key, value in logs.items():
-        # keys begin with eval_ or eval_NAME_, so a key metric is known by how its key ends
-        known = next((name for name in keys if key.endswith(f"_{name}")), None)
-        if known or not ("/" in key or key.endswith(_HIDDEN_SUFFIXES)):
-            name = key.removesuffix(known) + keys[known] if known else key
-            shown.append(f"{name.removeprefix('eval_')} {_number(value)}")
-    return "  ".join(shown)
+        # keys start with eval_ or eval_NAME_, so that a key metric is recognized by the end of the key
+        metric = next((name for name in key_metrics if key.endswith(f"_{name}")), None)
+        if metric or not ("/" in key or key.endswith(_HIDDEN_SUFFIXES)):
+            name = key.removesuffix(metric) + key_metrics[metric] if metric else key
+            entries.append(f"{name.removeprefix('eval_')} {_format_number(value)}")
+    return "  ".join(entries)
 
 
-def _number(value: object) -> str:
+def _format_number(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 class LogLines(PrinterCallback):
-    """A line on standard output for each log of a training, its evaluations and its end. With disable_tqdm that is all.
+    """Callback that prints a line to standard output for each log of a training, its evaluations and its end.
 
-    A PrinterCallback, so that the caller can remove it by that name, as HF's.
+    With disable_tqdm this is all output. It is a PrinterCallback, so that a user can remove it by that name, as the one
+    of transformers.
     """
 
-    def __init__(self, key_metrics: Mapping[str, str]):
+    def __init__(self, key_metrics: Mapping[str, str]) -> None:
         self.key_metrics = key_metrics
-        self.begun: tuple[float, int] | None = None  # while training: the time and step at which it began
+        self.start: tuple[float, int] | None = None  # during training, the time and the step at which it started
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Start the clock; a resumed run begins in the middle."""
-        self.begun = time.monotonic(), state.global_step
+        """Start the clock. The first step of a resumed run is not 0."""
+        self.start = time.monotonic(), state.global_step
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """What is evaluated afterwards is the caller's to show."""
-        self.begun = None
+        """Stop printing. Evaluations after training are left to the caller."""
+        self.start = None
 
     def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
     ) -> None:
-        """One line."""
-        if self.begun is not None and state.is_world_process_zero:
+        """Print one line."""
+        if self.start is not None and logs is not None and state.is_world_process_zero:
             tqdm.write(self.line(logs, state))
 
     def line(self, logs: Mapping[str, Any], state: TrainerState) -> str:
-        """The line of a log: of training, of an evaluation, or HF's summary of the run."""
-        assert self.begun is not None
-        elapsed = time.monotonic() - self.begun[0]
+        """Return the line of a log of training, of an evaluation, or of the summary of the run."""
+        assert self.start is not None
+        start_time, start_step = self.start
+        elapsed = time.monotonic() - start_time
         step = state.global_step
         if "loss" in logs:
             text = format_metrics(logs, self.key_metrics)
-            initial = self.begun[1]
-            return tqdm.format_meter(step, state.max_steps, elapsed, prefix=text, bar_format=_LINE, initial=initial)
+            return tqdm.format_meter(step, state.max_steps, elapsed, prefix=text, bar_format=_LINE, initial=start_step)
         if "train_runtime" in logs:
-            if step == self.begun[1] and step >= state.max_steps:
-                return f"step {step}/{state.max_steps}  was done before: nothing was left to train"
-            took = tqdm.format_interval(logs["train_runtime"])
-            return f"step {step}/{state.max_steps}  done in {took}, mean loss {_number(logs['train_loss'])}"
+            if step == start_step and step >= state.max_steps:
+                return f"step {step}/{state.max_steps}  already complete, nothing left to train"
+            duration = tqdm.format_interval(logs["train_runtime"])
+            return f"step {step}/{state.max_steps}  done in {duration}, mean loss {_format_number(logs['train_loss'])}"
         if "rounds/round" in logs:
-            told = format_metrics(logs, {f"rounds/{name}": name.replace("_", " ") for name in _ROUND_METRICS})
-            return f"step {step}/{state.max_steps}  answers of round {logs['rounds/round']:g}: {told}"
+            names = {f"rounds/{name}": name.replace("_", " ") for name in _ROUND_METRICS}
+            text = format_metrics(logs, names)
+            return f"step {step}/{state.max_steps}  answers of round {logs['rounds/round']:g}: {text}"
         return f"step {step}/{state.max_steps}  evaluation: {format_evaluation(logs, self.key_metrics)}"
 
 
 class ProgressBar(ProgressCallback):
-    """A bar where standard error is a terminal, below `LogLines`: the history of the run."""
+    """Callback that shows a progress bar if standard error is a terminal, below the lines of `LogLines`."""
 
-    def __init__(self, key_metrics: Mapping[str, str]):
+    def __init__(self, key_metrics: Mapping[str, str]) -> None:
         super().__init__()
         self.lines = LogLines(key_metrics)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """A bar from the step at which training begins."""
+        """Show a bar that starts at the first step of training."""
         self.lines.on_train_begin(args, state, control)
         self.current_step = state.global_step
         if state.is_world_process_zero:
@@ -141,7 +156,7 @@ class ProgressBar(ProgressCallback):
         logs: dict[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
-        """A line, above the bar."""
+        """Print a line above the bar."""
         self.lines.on_log(args, state, control, logs)
 
     def on_prediction_step(
@@ -149,54 +164,56 @@ class ProgressBar(ProgressCallback):
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
-        eval_dataloader: Any = None,
+        eval_dataloader: DataLoader | None = None,
         **kw: Any,
     ) -> None:
-        """A short bar of its own, gone when the evaluation is."""
+        """Show a short bar for the evaluation, which is removed at its end."""
         if self.prediction_bar is None and state.is_world_process_zero and has_length(eval_dataloader):
-            self.prediction_bar = _make_bar(len(eval_dataloader), _EVALUATION, leave=False)
+            self.prediction_bar = _make_bar(len(eval_dataloader), _EVALUATION, leave=False)  # type: ignore[arg-type]
         super().on_prediction_step(args, state, control, eval_dataloader, **kw)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Leave the bar as it is now."""
-        self.on_evaluate(args, state, control)  # takes away a bar that an error has left
+        """Close the bar in its current state."""
+        self.on_evaluate(args, state, control)  # removes the bar of an evaluation that an error has ended
         super().on_train_end(args, state, control, **kwargs)
         self.lines.on_train_end(args, state, control)
 
 
-def _make_bar(total: int, form: str, **options: Any) -> Any:
-    """Without a terminal it shows nothing."""
-    return tqdm(total=total, bar_format=form, dynamic_ncols=True, smoothing=0, disable=None, **options)
+def _make_bar(total: int, bar_format: str, **options: Any) -> Any:
+    """Return a progress bar, which shows nothing without a terminal."""
+    return tqdm(total=total, bar_format=bar_format, dynamic_ncols=True, smoothing=0, disable=None, **options)
 
 
-def replace_progress_callback(trainer: Any, key_metrics: Mapping[str, str]) -> None:
-    """Replace the callback that HF's Trainer has just added, for bars or (disable_tqdm) for printing, by ours of that
-    kind. The caller's own callbacks stay, and so does a notebook's table.
+def replace_progress_callback(trainer: "Trainer", key_metrics: Mapping[str, str]) -> None:
+    """Replace the progress callback that Trainer has added (with disable_tqdm for printing) by that of this package.
+
+    Callbacks of the user are not changed, and neither is the table in a notebook.
     """
-    # the last one of exactly these classes: a subclass is the caller's own
-    ours: dict[type, type[Any]] = {ProgressCallback: ProgressBar, PrinterCallback: LogLines}
-    default = next((one for one in reversed(trainer.callback_handler.callbacks) if type(one) in ours), None)
+    # the last one of exactly these classes: an instance of a subclass belongs to the user
+    replacements: dict[type, type[Any]] = {ProgressCallback: ProgressBar, PrinterCallback: LogLines}
+    callbacks = reversed(trainer.callback_handler.callbacks)
+    default = next((callback for callback in callbacks if type(callback) in replacements), None)
     if default is not None:
         trainer.remove_callback(default)
-        trainer.add_callback(ours[type(default)](key_metrics))
+        trainer.add_callback(replacements[type(default)](key_metrics))
 
 
 def logs_above_progress_bar() -> AbstractContextManager:
-    """What is logged inside appears above a bar, not in it."""
+    """Return a context in which log lines appear above a progress bar, not in it."""
     return logging_redirect_tqdm() if sys.stderr.isatty() else nullcontext()
 
 
-# ---- what each training log has besides losses and metrics
+# ---- entries of training logs in addition to losses and metrics
 
 
 class Throughput:
-    """How fast a logging interval trained.
+    """Throughput of a logging interval.
 
-    Counted are the tokens that the policy reads with gradient, padding aside: a prompt once in the shared layout and
-    once for each answer in others. KTO's passes for the KL estimate are not, nor are generated tokens as they are
-    drawn, but their time is; that of evaluations and checkpoints is not.
+    The tokens that the policy reads with gradient are counted, without padding: a prompt once in the shared layout, and
+    once for each answer in others. Passes of KTO for the KL estimate and generated tokens are not counted, but their
+    time is. The time of evaluations and checkpoints is not.
     """
 
     def __init__(self) -> None:
@@ -204,19 +221,25 @@ class Throughput:
         self.since = time.perf_counter()
 
     def count(self, weights: Tensor) -> None:
-        """Add a micro-batch: `router_weights` [R, L], which are 0 for padding alone."""
+        """Add a micro-batch: `router_weights` [R, L], which are 0 only for padding."""
         self.tokens = (weights > 0).sum() + (0 if self.tokens is None else self.tokens)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What happens inside is not training."""
+        """Exclude the time inside the context."""
         start = time.perf_counter()
         yield
         self.since += time.perf_counter() - start
 
     def read(self, processes: int) -> tuple[Tensor, Tensor] | None:
-        """Of the interval since the last call: ([tokens, seconds / processes], whose sums over the ranks give tokens a
-        second; GiB at the peak so far). None where no token was counted. Nothing waits for the device.
+        """Return the throughput and the memory since the last call, without waiting for the device.
+
+        Args:
+            processes: Number of processes.
+
+        Returns:
+            [tokens, seconds / processes], whose sums over the ranks give the tokens per second, and the peak memory so
+            far in GiB. None if no token was counted.
         """
         now = time.perf_counter()
         tokens = self.tokens
@@ -230,7 +253,7 @@ class Throughput:
 
 
 def peak_memory(device: torch.device) -> int:
-    """The most memory so far, in bytes: allocated on a CUDA device, or resident of the process."""
+    """Return the peak memory so far, in bytes: allocated on a CUDA device, or resident memory of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if sys.platform == "win32":
@@ -241,36 +264,44 @@ def peak_memory(device: torch.device) -> int:
 
 
 class LogLastStep(TrainerCallback):
-    """With logging_strategy steps the last step is logged too, so that a short run has a loss to show."""
+    """Callback that also logs the last step with logging_strategy steps, so that a short run has a loss to show."""
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """After HF's own callback has decided about this step."""
+        """Request a log after the callback of transformers has decided about this step."""
         if state.global_step >= state.max_steps and args.logging_strategy == "steps":
             control.should_log = True
 
 
 class TaskProgress:
-    """What is done of some long work: a bar on a terminal, otherwise a line in the log every `LOG_INTERVAL` seconds."""
+    """Progress of a long task: a bar on a terminal, otherwise a log line every `LOG_INTERVAL` seconds.
 
-    def __init__(self, total: int, title: str, unit: str, done: int = 0, shown: bool = True):
+    Args:
+        total: Total number of units.
+        title: Title of the task.
+        unit: Name of a unit.
+        done: Number of units that are done at the start.
+        shown: Whether to show the progress.
+    """
+
+    def __init__(self, total: int, title: str, unit: str, done: int = 0, shown: bool = True) -> None:
         self.total = total
         self.title = title
         self.unit = unit
         self.done = done
         self.shown = shown
         self.bar = tqdm(total=total, desc=title, unit=unit, initial=done, disable=None if shown else True)
-        self.said = time.monotonic()
+        self.last_logged = time.monotonic()
 
     def __enter__(self) -> "TaskProgress":
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         self.bar.close()
 
     def add(self, count: int = 1) -> None:
-        """Count some more of the units as done."""
+        """Add to the number of units that are done."""
         self.done += count
         self.bar.update(count)
-        if self.shown and self.bar.disable and time.monotonic() - self.said > LOG_INTERVAL:
-            self.said = time.monotonic()
+        if self.shown and self.bar.disable and time.monotonic() - self.last_logged > LOG_INTERVAL:
+            self.last_logged = time.monotonic()
             logger.info("%s: %d of %d %ss are done", self.title, self.done, self.total, self.unit)

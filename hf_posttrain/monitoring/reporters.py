@@ -1,4 +1,7 @@
-"""W&B, TensorBoard and whatever else `report_to` names: kept from ending a run, told of the recipe, resumed."""
+"""W&B, TensorBoard and other reporters of `report_to`.
+
+An error of a reporter does not end a run. W&B gets the recipe, and continues its run when training resumes.
+"""
 
 import logging
 import os
@@ -17,7 +20,12 @@ _EVENTS = [name for name in dir(TrainerCallback) if name.startswith("on_")]
 
 
 def isolate_failures(callbacks: list[Any], config: Mapping[str, Any]) -> None:
-    """An error in a reporter becomes a warning, and the run goes on without it. config: what W&B's is to hold too."""
+    """Turn an error of a reporter into a warning, after which the run continues without the reporter.
+
+    Args:
+        callbacks: The callbacks of the trainer. Those that are no reporters are not changed.
+        config: Values that are added to the config of the W&B run.
+    """
     for reporter in callbacks:
         if isinstance(reporter, _REPORTER_CALLBACKS) and not hasattr(reporter, "failed"):
             reporter.failed = False
@@ -26,7 +34,7 @@ def isolate_failures(callbacks: list[Any], config: Mapping[str, Any]) -> None:
 
 
 def _attempt(reporter: Any, method: Callable, config: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-    """Call the reporter's method unless one of its calls has failed."""
+    """Call the method of a reporter unless an earlier call has failed."""
     if reporter.failed:
         return None
     try:
@@ -38,29 +46,30 @@ def _attempt(reporter: Any, method: Callable, config: Mapping[str, Any], *args: 
         reporter.failed = True
         name = type(reporter).__name__.removesuffix("Callback")
         problem = " ".join(str(error).split())[:200]
-        logger.warning("%s failed, and the run goes on without it: %s: %s", name, type(error).__name__, problem)
+        logger.warning("%s failed, and the run continues without it: %s: %s", name, type(error).__name__, problem)
         return None
 
 
 def _wandb_run() -> Any:
-    """W&B's run of this process, if there is one."""
+    """Return the W&B run of this process, or None."""
     return getattr(sys.modules.get("wandb"), "run", None)
 
 
 def wandb_id() -> str | None:
-    """The id of W&B's run, for checkpoints."""
+    """Return the id of the W&B run, for checkpoints, or None."""
     return getattr(_wandb_run(), "id", None)
 
 
 @contextmanager
 def wandb_environment(run_id: str | None) -> Iterator[None]:
-    """Inside, W&B goes on with the run of this id, and is waited for at the end for ten minutes at most; what the
-    environment says already stays.
+    """Set environment variables of W&B inside the context. Variables that are set already are not changed.
+
+    W&B continues the run with this id, and at the end the process waits for it for at most ten minutes.
     """
-    wanted = {"WANDB_FINISH_TIMEOUT": "600"}
+    variables = {"WANDB_FINISH_TIMEOUT": "600"}
     if run_id is not None and "WANDB_RUN_ID" not in os.environ:
-        wanted |= {"WANDB_RUN_ID": run_id, "WANDB_RESUME": "allow"}
-    added = {name: value for name, value in wanted.items() if name not in os.environ}
+        variables |= {"WANDB_RUN_ID": run_id, "WANDB_RESUME": "allow"}
+    added = {name: value for name, value in variables.items() if name not in os.environ}
     os.environ |= added
     try:
         yield

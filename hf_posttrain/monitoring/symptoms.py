@@ -1,11 +1,11 @@
-"""What goes wrong in training runs, seen in their logs: `find_symptoms` finds the SYMPTOMS that a history shows.
+"""Symptoms of problems in the logs of a training run. `find_symptoms` returns those that a history shows.
 
-A history is the training logs so far, oldest first: each with `step`, `rows` (trained so far), and whatever was logged.
-A symptom is found by a pure function from a history to the figures that show it, as text, or None. One odd log is no
-symptom: every function wants several in a row.
+A history is the list of training logs so far, oldest first: each with `step`, `rows` (trained so far), and whatever was
+logged. A symptom is found by a pure function that takes a history and returns the values that show it as text, or None.
+One unusual log is no symptom: every function requires several in a row.
 
-NaN losses are found in `anomaly_monitor`, which also warns and stops. Nothing here imports torch, so recipes are
-checked fast.
+Non-finite losses are found in `anomaly_monitor`, which also warns and stops. This module does not import torch, so that
+recipes are checked fast.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -14,8 +14,8 @@ from typing import NamedTuple, TypeAlias
 
 History: TypeAlias = Sequence[Mapping[str, float]]
 HISTORY_ENDS = 200
-"""Logs at both ends that `thin_history` keeps. More than any number of logs, steps or rows that a symptom wants: what shows
-from the start is seen, or refuted, within the first HISTORY_ENDS."""
+"""Logs at both ends that `thin_history` keeps. No symptom requires as many logs, steps or rows, so that a symptom from
+the start on is found, or ruled out, within the first HISTORY_ENDS logs."""
 _REWARDS = ("rewards/chosen", "rewards/rejected")
 
 
@@ -23,9 +23,10 @@ _REWARDS = ("rewards/chosen", "rewards/rejected")
 
 
 def chosen_falling(history: History) -> str | None:
-    """Both answers fall, the rejected one faster: the loss sees the margin alone, and so looks well.
+    """Find that both answers become less likely, the rejected one faster.
 
-    Probability goes to answers that nobody wrote, and the policy degrades (arXiv 2402.13228, 2410.08847).
+    The loss depends only on the margin, and so looks good. Probability moves to answers that are not in the data, and
+    the policy degrades (arXiv 2402.13228, 2410.08847).
     """
     names = ("logps/chosen", "logps/chosen_change", "rewards/margins")
     logs = [log for log in history if all(name in log for name in names)]
@@ -34,25 +35,26 @@ def chosen_falling(history: History) -> str | None:
     # means over three logs at both ends: does the margin rise?
     first = logs[:3]
     last = logs[-3:]
-    before, margin = (mean(log["rewards/margins"] for log in part) for part in (first, last))
-    if not margin > max(before, 0):
+    first_margin, margin = (mean(log["rewards/margins"] for log in part) for part in (first, last))
+    if not margin > max(first_margin, 0):
         return None
-    # fallen: by 1 nat (log-probability of a whole answer) below the reference, and by a fifth of what the reference
-    # gives it; a run that ends well moves by a few per cent
-    falls = [(log["logps/chosen_change"], log["logps/chosen"]) for log in last]
-    if not all(change <= -1.0 and change <= 0.2 * (now - change) for change, now in falls):
+    # the drop is at least 1 nat (log-probability of an entire answer) below the reference, and a fifth of the value of
+    # the reference; in a good run the value changes by a few per cent
+    drops = [(log["logps/chosen_change"], log["logps/chosen"]) for log in last]
+    if not all(change <= -1.0 and change <= 0.2 * (value - change) for change, value in drops):
         return None
-    change, now = falls[-1]
-    return f"logps/chosen_change {change:.3g}, from {now - change:.4g}; rewards/margins {before:.2g} -> {margin:.2g}"
+    change, value = drops[-1]
+    start = value - change
+    return f"logps/chosen_change {change:.3g}, from {start:.4g}; rewards/margins {first_margin:.2g} -> {margin:.2g}"
 
 
 def kl_zero(history: History) -> str | None:
-    """KTO's KL estimate is 0 at every step: below it, and so clamped, or exactly there.
+    """Find that KTO's KL estimate is 0 at every step, since it is negative and so clamped, or exactly 0.
 
-    The loss then compares rewards with the constant 0 instead of the policy's own drift: with rewards of both classes
-    on one side of it the loss saturates, or stays at 0.5.
+    The loss then compares rewards with the constant 0 instead of the drift of the policy. If the rewards of both
+    classes are on one side of it, the loss saturates, or stays at 0.5.
     """
-    # in healthy runs noise clamps many, but not all of ten
+    # in good runs noise leads to many clamped values, but not to ten in a row
     logs = _recent_logs(history, 10, "step", 50)
     if not logs or not all(log.get("kl_clamped", 0) > 0.999 or abs(log.get("kl", 1)) < 1e-6 for log in logs):
         return None
@@ -60,8 +62,10 @@ def kl_zero(history: History) -> str | None:
 
 
 def no_learning(history: History) -> str | None:
-    """Rewards stay at 0 although the learning rate has passed its warm-up: it is meant for another kind of training
-    (LoRA wants ten times that of all weights), or bf16 weights swallow the updates.
+    """Find that rewards stay at 0 although the learning rate has passed its warm-up.
+
+    The learning rate is for another kind of training (LoRA requires ten times that of full fine-tuning), or updates are
+    lost in the rounding of bf16 weights.
     """
     logs = history[_peak_learning_rate(history) :]
     if len(logs) < 5 or logs[-1]["step"] - logs[0]["step"] < 50:
@@ -75,8 +79,9 @@ def no_learning(history: History) -> str | None:
 
 
 def label_leak(history: History) -> str | None:
-    """From the second log on, and on rows that were never seen before, every preference is predicted right: by a mark
-    of the label, such as a length, a template, a truncated end, or the model that wrote the answer.
+    """Find that from the second log on every preference is predicted correctly, in rows that are seen the first time.
+
+    Something reveals the label, such as a length, a template, a truncated end, or the model that wrote the answer.
     """
     # without the first log, where policy and reference are equal
     logs = [log for log in history[1:] if log.get("epoch", 0.0) <= 1]
@@ -91,7 +96,10 @@ def label_leak(history: History) -> str | None:
 
 
 def clipped_rollouts(history: History) -> str | None:
-    """The student is not taught to end its answers, and time goes into tokens behind the point where it should have."""
+    """Find that almost all rollouts are truncated.
+
+    The student does not learn to end its answers, and time is spent on tokens after the point where they should end.
+    """
     logs = _recent_logs(history, 3, "rows", 64)
     if not logs or not all(log.get("generation/stopped", 1.0) <= 0.05 for log in logs):
         return None
@@ -99,11 +107,13 @@ def clipped_rollouts(history: History) -> str | None:
 
 
 def empty_rollouts(history: History) -> str | None:
-    """Rollouts are a terminal token alone: the prompt looks finished to the student (it ends in a turn end, or the
-    template adds no opening of the answer), or the student has collapsed into silence.
+    """Find that rollouts have only a terminal token.
+
+    The prompt looks finished to the student (it ends with a turn end, or the template adds no opening of the answer),
+    or the student has collapsed to empty answers.
     """
     logs = _recent_logs(history, 3, "rows", 64)
-    # the terminal token counts into the length; a rollout that is cut after one token has not ended
+    # the length includes the terminal token; a rollout that is truncated after one token has not stopped
     short = logs and all(log.get("generation/length", 2.0) <= 1.1 for log in logs)
     if not short or logs[-1]["generation/stopped"] < 0.9:
         return None
@@ -111,88 +121,103 @@ def empty_rollouts(history: History) -> str | None:
 
 
 def no_eos(history: History) -> str | None:
-    """The student cannot know how answers end: its terminal token is another one than those that count, or it is a
-    base model that has never seen any.
+    """Find that no rollout has ended.
+
+    The student cannot know how answers end: its terminal token is not one of the terminal ids, or it is a base model
+    that has not been trained on any.
     """
-    ended = any(log.get("generation/stopped", 1.0) > 0 for log in history)
-    return "generation/stopped 0 in all logs" if _recent_logs(history, 5, "rows", 128) and not ended else None
+    stopped = any(log.get("generation/stopped", 1.0) > 0 for log in history)
+    return "generation/stopped 0 in all logs" if _recent_logs(history, 5, "rows", 128) and not stopped else None
 
 
-# ---- all of them
+# ---- all symptoms
 
 
 class Symptom(NamedTuple):
-    """A way in which runs go wrong. The table of methods says which methods have it, and what to change."""
+    """A problem of runs. The table of methods specifies which methods may have it, and the fix."""
 
-    find: Callable[[History], str | None]  # the figures that show it
-    says: str  # what it is
-    unless: str = ""  # the loss_type that means to do this
+    find: Callable[[History], str | None]
+    """Returns the values that show the symptom."""
+    description: str
+    expected_loss_type: str = ""
+    """The loss_type that causes this on purpose."""
 
 
-SYMPTOMS = {  # in the order in which they are looked for
+SYMPTOMS = {  # in the order of the checks
     "chosen_falling": Symptom(chosen_falling, "chosen answers become less likely while the margin rises", "apo_down"),
     "kl_zero": Symptom(kl_zero, "the KL estimate is stuck at 0"),
-    "no_learning": Symptom(no_learning, "the policy does not leave its reference"),
-    "clipped_rollouts": Symptom(clipped_rollouts, "rollouts are cut at max_completion_length instead of ending"),
+    "no_learning": Symptom(no_learning, "the policy does not move away from its reference"),
+    "clipped_rollouts": Symptom(clipped_rollouts, "rollouts are truncated at max_completion_length instead of ending"),
     "empty_rollouts": Symptom(empty_rollouts, "rollouts are empty"),
-    "no_eos": Symptom(no_eos, "no rollout has ever ended by itself"),
-    "label_leak": Symptom(label_leak, "every preference was predicted right almost from the start"),
+    "no_eos": Symptom(no_eos, "no rollout has ended with a terminal token"),
+    "label_leak": Symptom(label_leak, "every preference was predicted correctly almost from the start"),
 }
-SYMPTOM_NAMES = ("nan", *SYMPTOMS)  # what `train.stop_on` takes
+SYMPTOM_NAMES = ("nan", *SYMPTOMS)
+"""Values of `train.stop_on`."""
 
 
 def find_symptoms(
-    history: History, remedies: Mapping[str, str], loss_types: Sequence[str] = (), told: Collection[str] = ()
+    history: History, remedies: Mapping[str, str], loss_types: Sequence[str] = (), skip: Collection[str] = ()
 ) -> dict[str, str]:
-    """The symptoms that the history of a run shows: name -> what, with which figures, what to do.
+    """Return a message for each symptom that the history of a run shows, by name.
 
-    remedies: symptom -> what to change, for the symptoms of the run's method. told: names not to look for again.
+    A message has the description, the values and the remedy.
+
+    Args:
+        history: The training logs.
+        remedies: Remedies by symptom, for the symptoms of the run's method.
+        loss_types: The loss types of the run.
+        skip: Names of symptoms that are not checked.
     """
-    found = {}
-    for name, one in SYMPTOMS.items():
-        if name in told or name not in remedies or one.unless in loss_types:
+    messages = {}
+    for name, symptom in SYMPTOMS.items():
+        if name in skip or name not in remedies or symptom.expected_loss_type in loss_types:
             continue
-        if figures := one.find(history):
-            found[name] = f"step {history[-1]['step']:.0f}: {one.says} ({figures}). {remedies[name]}."
-    return found
+        if values := symptom.find(history):
+            step = history[-1]["step"]
+            messages[name] = f"step {step:.0f}: {symptom.description} ({values}). {remedies[name]}."
+    return messages
 
 
 # ---- histories
 
 
-def _recent_logs(history: History, count: int, key: str, least: float) -> History:
-    """The last logs: `count`, or as many as `key` (step, rows) takes to grow by `least`; none where there are fewer."""
+def _recent_logs(history: History, count: int, key: str, growth: float) -> History:
+    """Return the last `count` or more logs, in which `key` (step, rows) grows by `growth`, or [] if there are fewer."""
     for n in range(count, len(history) + 1):
         before = history[-n - 1][key] if len(history) > n else 0.0
-        if history[-1][key] - before >= least:
+        if history[-1][key] - before >= growth:
             return history[-n:]
     return []
 
 
 def _peak_learning_rate(history: History) -> int:
-    """The first log of the highest learning rate."""
+    """Return the index of the first log with the highest learning rate."""
     return max(range(len(history)), key=lambda n: history[n].get("learning_rate", 0.0), default=0)
 
 
 def _has_moved(log: Mapping[str, float]) -> bool:
-    """Is a mean reward off 0?"""
+    """Return whether a mean reward differs from 0."""
     return not all(abs(log.get(name, 0.0)) < 1e-3 for name in _REWARDS)
 
 
 def thin_history(history: History) -> list[Mapping[str, float]]:
-    """Of many logs the first and last HISTORY_ENDS, the peak of the learning rate, and the last that refutes `no_learning`.
+    """Return a bounded number of logs that show the same symptoms, with later ones, as the entire history.
 
-    Later logs after these show the same as after all of them, where a run is looked at from its start.
+    These are the first and last HISTORY_ENDS logs, the peak of the learning rate, and the last log that rules out
+    `no_learning`. The run must have been checked from its start.
     """
     count = len(history)
     last_moved = next((n for n in reversed(range(count)) if _has_moved(history[n])), 0)
-    kept = {*range(min(HISTORY_ENDS, count)), _peak_learning_rate(history), last_moved, *range(max(count - HISTORY_ENDS, 0), count)}
+    first_logs = range(min(HISTORY_ENDS, count))
+    last_logs = range(max(count - HISTORY_ENDS, 0), count)
+    kept = {*first_logs, _peak_learning_rate(history), last_moved, *last_logs}
     return [history[n] for n in sorted(kept)] if history else []
 
 
 # ---- options
 
 
-def as_names(given: list[str] | str | None) -> list[str]:
-    """The names that an option gives: none, one, or a list of them."""
-    return [given] if isinstance(given, str) else list(given or [])
+def as_names(value: list[str] | str | None) -> list[str]:
+    """Return the names in an option that is None, a name, or a list of names."""
+    return [value] if isinstance(value, str) else list(value or [])

@@ -1,4 +1,4 @@
-"""Versions of other packages that the tests have run with: constraints.txt has the same."""
+"""Versions of other packages with which the tests have run. constraints.txt has the same versions."""
 
 from importlib.metadata import PackageNotFoundError, version
 
@@ -15,7 +15,7 @@ TESTED = {
 
 
 def newer_than_tested() -> str:
-    """Return which installed packages are newer than the tested ones, in a line; empty if there is none."""
+    """Return a line with the installed packages that are newer than the tested ones, or an empty string."""
     newer = []
     for name, tested in TESTED.items():
         try:

@@ -161,7 +161,7 @@ def test_rows_that_can_be_asked_and_graded():
     assert prompts_with_answers([pair]) == prompts_with_answers(labelled) == ([[1, 2]], [[3]])
     whole, prompt_only = {"prompt_ids": [1], "completion_ids": [2]}, {"prompt_ids": [1, 2], "completion_ids": []}
     for rows in ([whole], [prompt_only], labelled[1:], []):
-        with pytest.raises(InputError, match="eval_exact_match needs eval rows with a prompt and an answer"):
+        with pytest.raises(InputError, match="eval_exact_match requires eval rows with a prompt and an answer"):
             prompts_with_answers(rows)
 
 
@@ -186,4 +186,4 @@ def test_the_answer_of_the_data_is_the_first_turn_and_whole(caplog):
     rows = [row | {"label": True} for row in rows]
     rows += [rows[0] | {"label": False}, rows[0] | {"completion_ids": [], "completion_mask": []}]
     assert exact_match(trainer, datasets.Dataset.from_list(rows)) == 0.5
-    assert "1 of 4 rows have no right answer: they are left out" in caplog.text
+    assert "1 of 4 rows have no correct answer, and are left out" in caplog.text

@@ -167,9 +167,9 @@ def test_a_model_whose_cache_is_wrong_is_refused(monkeypatch):
         return output
 
     monkeypatch.setattr(type(model), "forward", forgets)
-    with pytest.raises(InputError, match="MoshiForCausalLM generates other answers"):
+    with pytest.raises(InputError, match="MoshiForCausalLM generates other tokens"):
         way(tiny("moshi"))  # its cache keeps a window that its layers do not have
-    with pytest.raises(InputError, match="LlamaForCausalLM generates other answers with a cache"):
+    with pytest.raises(InputError, match="LlamaForCausalLM generates other tokens with a cache"):
         way(model)
 
 

@@ -143,7 +143,7 @@ def test_altering_generation_config_is_said(tmp_path, caplog):
     model.generation_config.update(do_sample=True, top_k=5, repetition_penalty=1.3)
     with caplog.at_level(logging.WARNING):
         trainer_for("opd", model, token_rows("opd"), tmp_path, second=tiny_model(seed=9))
-    assert "rollouts ignore the model's generation config" in caplog.text
+    assert "rollouts and answers in evaluation ignore the model's generation config" in caplog.text
     assert "repetition_penalty=1.3" in caplog.text
 
 

@@ -28,7 +28,7 @@ FILES = {
 EXPECTED = (  # a regular expression, and why it is right that it appears
     (r"^(train|eval) \(\w+\.jsonl\): \d+ rows read.* truncated \(.*max_length 256", "true: max_length is this test's"),
     (r"^eval \(\w+\.jsonl\): 8 of 8 examples are also in the training set", "true: dpo and kto have one file"),
-    (r"^eval_exact_match: \d of 8 answers of the data do not end", "true: max_length is this test's"),
+    (r"^eval_exact_match: \d of 8 answers of the data are truncated", "true: max_length is this test's"),
     (r"torch.jit.script_method. is deprecated", "torch's own, where this is the first to import a part of it"),
     (r"the chat template does not use: chat_template_kwargs 'enable_thinking'", "true: ChatML has no such switch"),
     (r"^(train|eval) \(\w+\.jsonl\): .* lose the end of a completion", "true: max_length is this test's"),

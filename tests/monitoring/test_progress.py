@@ -203,7 +203,7 @@ def a_second_a_step(trainer, monkeypatch):
     """A clock by which every step takes one second, and evaluations or checkpoints none."""
     clock = types.SimpleNamespace(perf_counter=lambda: float(trainer.state.global_step), monotonic=time.monotonic)
     monkeypatch.setattr(progress, "time", clock)
-    trainer.pace.since = 0.0
+    trainer.throughput.since = 0.0
 
 
 def read_tokens(method, row, layout):

@@ -438,7 +438,7 @@ def test_a_server_that_says_less_of_itself(part, tmp_path, monkeypatch):
         if part == "max_model_len":  # others than vLLM may not say it
             opd(options, tmp_path)
             return
-        with pytest.raises(InputError, match=r"answered otherwise than vLLM does \(KeyError: 'model_config'"):
+        with pytest.raises(InputError, match=r"the response of a server is not that of vLLM \(KeyError: 'model_config'"):
             opd(options, tmp_path)
 
 

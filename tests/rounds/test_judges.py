@@ -71,10 +71,10 @@ def test_a_function_is_called_once_with_texts():
     assert judged(questions, by="function", name="test_judges:longer") == [[1.0, 3.0], []]
     assert judged([Question(CHAT, ["a", "b"])], by="function", name="test_judges:picky") == [[None, 1.0]]  # abstains
     for name, said in {
-        "forgetful": "gave None: a finite number for each of 2 completions is wanted",
-        "short": "gave 1 numbers: a finite",
-        "broken": "gave nan for 'b': a finite number",
-        "narrow": "got an unexpected keyword argument 'references': it is given",
+        "forgetful": "returned None. It must return a finite number for each of 2 completions",
+        "short": "returned 1 numbers. It must return a finite",
+        "broken": "returned nan for 'b'. It must return a finite number",
+        "narrow": "got an unexpected keyword argument 'references'. It must take",
     }.items():  # fmt: skip
         with pytest.raises(InputError, match=said):
             judged([Question(CHAT, ["a", "b"])], by="function", name=f"test_judges:{name}")

@@ -403,7 +403,7 @@ def test_an_answer_of_another_form_is_one_line(served, tmp_path, monkeypatch):
             "prompt_logprobs": [None, *[{"x": {}}] * 99],
         },
     )
-    with pytest.raises(InputError, match=r"returns no prompt_logprobs|answered otherwise than vLLM does"):
+    with pytest.raises(InputError, match=r"returns no prompt_logprobs|the response of a server is not that of vLLM"):
         trainer_for("opd", tiny_model(), token_rows("opd"), tmp_path, second=section, teacher={"top_k": 4})
 
 
