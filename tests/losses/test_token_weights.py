@@ -33,7 +33,7 @@ def plain(name, tokens, option):
     if name == "cumulative":
         for rollout in range(len(LENGTHS)):
             places = [n for n, owner in enumerate(tokens.rollout.tolist()) if owner == rollout]
-            whole, before = sum(abs(a[n]) for n in positions_in_sequence), 0.0
+            whole, before = sum(abs(a[n]) for n in places), 0.0
             for n in places:
                 found[n] = 1 + option * (1 - before / whole)
                 before += abs(a[n])

@@ -365,7 +365,7 @@ def test_cudnn_is_off_on_a_gpu_unless_asked_for(asked, keep_cudnn, monkeypatch, 
         attention_selection.choose_attention(model, GPU)
     assert torch.backends.cuda.cudnn_sdp_enabled() == bool(asked)
     [line] = [line for line in caplog.messages if "attention" in line]
-    assert line.endswith("Qwen3ForCausalLM: sdpa_by_segment (each piece of a row alone, in one varlen call)")
+    assert line.endswith("Qwen3ForCausalLM: sdpa_by_segment (each segment of a row separately, in one varlen call)")
     assert other.config._attn_implementation == "sdpa"
 
 

@@ -38,7 +38,7 @@ def test_an_unknown_softcap_is_found_in_low_precision(dtype, autocast, caplog):
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast), caplog.at_level(logging.WARNING):
         assert verified_layout([model], "padded", explicit=False) == "padded"
     assert getattr(model, forward.USES_OWN_LOGITS)
-    assert "its own forward is used" in caplog.text
+    assert "Its own forward is used" in caplog.text
 
 
 @pytest.mark.parametrize(("dtype", "autocast"), LOW.values(), ids=LOW)
@@ -76,7 +76,10 @@ def test_a_model_that_looks_ahead_is_refused():
 @pytest.mark.parametrize("kind", [Qwen3Model, Qwen3ForSequenceClassification])
 def test_a_model_without_logits_of_tokens_is_refused(kind):
     other = kind(tiny_model().config)
-    with pytest.raises(InputError, match=rf"{kind.__name__} does not give each token .* AutoModelForCausalLM loads"):
+    with pytest.raises(
+        InputError,
+        match=rf"{kind.__name__} is not a causal LM, because it does not return logits .* AutoModelForCausalLM",
+    ):
         verified_layout([scoring(other)], "padded", explicit=False)
 
 

@@ -82,7 +82,7 @@ def test_rows_that_never_get_so_long_share_prompts(kind, tmp_path):
 def test_rollouts_that_would_be_scored_with_other_frequencies_are_refused(tmp_path):
     rows = datasets.Dataset.from_list([{"prompt_ids": [5, 6, 7], "completion_ids": []}])
     second = second_model("opd")
-    with pytest.raises(InputError, match="set max_length=32"):
+    with pytest.raises(InputError, match="Set max_length=32"):
         trainer_for("opd", switching("longrope"), rows, tmp_path, second=second)
     trainer_for("opd", switching("longrope"), rows, tmp_path, second=second, max_length=SWITCH)
 
