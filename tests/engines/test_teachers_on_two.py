@@ -107,7 +107,7 @@ def average(rank, engine):
 def test_a_moving_average_is_the_same_on_all_ranks_and_refused_where_weights_are_cut():
     first, second = on_two(average, "ddp", "ddp")
     assert all(torch.equal(weight, second[name]) for name, weight in first.items())
-    with pytest.raises(AssertionError, match="InputError.*the averaged weights are not sharded. Use one GPU or DDP"):
+    with pytest.raises(AssertionError, match=r"InputError.*the averaged weights are not sharded. Use one GPU or DDP"):
         on_two(average, "fsdp2", "fsdp2")
 
 
