@@ -317,7 +317,7 @@ class PostTrainer(StepMixin, EvaluationMixin, SavingMixin, ResumeMixin, metaclas
         return not self.args.bf16 and not self.args.fp16 and all(m.dtype == torch.float32 for m in self.scored)
 
     def check_scoring(self, model: nn.Module) -> None:
-        """Check once, before the first batch, that the scores equal those of the models' own forwards.
+        """Check once, before the first batch, that models score as in their own forwards.
 
         See `verified_layout`. If the engine has not prepared the policy yet, only second models are checked, and the
         policy is checked in a later call.
@@ -371,7 +371,7 @@ class PostTrainer(StepMixin, EvaluationMixin, SavingMixin, ResumeMixin, metaclas
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train as Trainer does, starting with the seed.
 
-        The results do not depend on random numbers that were drawn after the trainer was built.
+        The results do not depend on random numbers that were generated after the trainer was built.
 
         Args:
             resume_from_checkpoint: A folder; "auto" for the newest complete checkpoint in output_dir, if there is one;

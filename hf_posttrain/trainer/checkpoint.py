@@ -335,7 +335,7 @@ def _find_best(state: TrainerState, output_dir: str, resumed: Path) -> str | Non
 def _restore_callbacks(trainer: TrainerInterface) -> None:
     """Restore the attributes of callbacks, such as the count of early stopping, from the checkpoint.
 
-    Their arguments stay those of this run.
+    Arguments of callbacks are not restored.
     """
     trainer_state: Any = trainer.state
     by_class: dict[str, list[Any]] = {}
@@ -419,7 +419,7 @@ class ResumeMixin(TrainerInterface):
                 "Raise max_steps or num_train_epochs, or set another output_dir"
             )
         if checkpoint is not None:
-            self.state.compute_steps(self.args, planned)  # intervals may differ from those of the former run
+            self.state.compute_steps(self.args, planned)  # intervals may have changed since the former run
             _restore_callbacks(self)
             self.state.best_model_checkpoint = _find_best(self.state, self.args.output_dir, Path(checkpoint))
         if checkpoint is None or has_length(self.train_dataset):

@@ -145,7 +145,7 @@ class TrainerInterface(Trainer):
         raise NotImplementedError
 
     def check_scoring(self, model: nn.Module) -> None:
-        """Check once that the scores in the layout equal those of the models' own forwards."""
+        """Check once that models score in the layout as in their own forwards."""
         raise NotImplementedError
 
     def weights(self, batch: MicroBatch) -> Tensor:

@@ -197,7 +197,7 @@ def test_orpo_says_which_loss_to_name(name):
 
 @pytest.mark.parametrize("name", ["GKDConfig", "GKDTrainer", "LogCompletionsCallback"])
 def test_other_names_of_scripts_get_an_answer(name):
-    with pytest.raises(ImportError, match=f"hf_posttrain has no {name}: (use|leave)"):
+    with pytest.raises(ImportError, match=f"hf_posttrain has no {name}: (use|remove)"):
         getattr(hf_posttrain, name)
 
 

@@ -489,7 +489,7 @@ def test_what_cannot_be_honoured_raises(config, message, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "advice"), [("truncation_mode", "cut from its left first"), ("packing_strategy", "best-fit")]
+    ("name", "advice"), [("truncation_mode", "truncated from the left first"), ("packing_strategy", "best-fit")]
 )
 def test_fields_of_trl_that_do_not_exist_say_what_to_use(name, advice, tmp_path):
     with pytest.raises(InputError, match=f"SFTConfig has no {name}.*{advice}"):
@@ -513,7 +513,7 @@ def test_values_that_change_nothing_are_taken(tmp_path):
     ("config", "given", "message"),
     [
         (SFTConfig, {"max_lenght": 1}, r"SFTConfig has no max_lenght; did you mean 'max_length'\?"),
-        (SFTConfig, {"tokenizer": "x"}, "give the trainer processing_class$"),
+        (SFTConfig, {"tokenizer": "x"}, "pass processing_class to the trainer$"),
         (KDConfig, {"lmbda": 0.5}, "OPDConfig"),
     ],
 )
@@ -526,11 +526,11 @@ def test_users_of_python_are_told_of_python(config, given, message, tmp_path):
 def test_arguments_of_other_trainers_get_an_answer(tmp_path):
     model, config, rows = tiny_model(), SFTConfig(str(tmp_path), use_cpu=True, report_to="none"), token_rows("sft")
     for given, message in (
-        ({"tokenizer": byte_tokenizer()}, "SFTTrainer has no tokenizer: give the trainer processing_class"),
+        ({"tokenizer": byte_tokenizer()}, "SFTTrainer has no tokenizer: pass processing_class to the trainer"),
         ({"train_dataset": datasets.DatasetDict(train=rows, test=rows)}, r"is a dict of train, test\. Pass one of"),
         ({"data_collator": rows}, r"\(the third argument, a Dataset, is data_collator\)"),
         ({"processing_class": object()}, "must be a tokenizer or a processor, not object"),
-        ({"args": model}, "not a Qwen3ForCausalLM\. Name all arguments after the model"),
+        ({"args": model}, r"not a Qwen3ForCausalLM\. Name all arguments after the model"),
     ):
         given = {"args": config, "processing_class": byte_tokenizer(), "train_dataset": rows} | given
         with pytest.raises(InputError, match=message):
@@ -1326,7 +1326,7 @@ OF_TRL = [
     (lambda o: SFTConfig(o, use_cpu=True, loss_type="chunked_nll"), None),
     (lambda o: CPOConfig(o, use_cpu=True, loss_type="sigmoid"), None),
     (lambda o: SFTConfig(o, use_cpu=True, loss_type="dft"), "SFT has one loss, the NLL"),
-    (lambda o: CPOConfig(o, use_cpu=True, loss_type="hinge"), "CPO has one loss, sigmoid; DPO has simpo"),
+    (lambda o: CPOConfig(o, use_cpu=True, loss_type="hinge"), "CPO has one loss, sigmoid. DPO has simpo"),
     (lambda o: SFTConfig(o, use_cpu=True, loss_type="sigmoid"), "SFT has one loss, the NLL"),
     (lambda o: KDConfig(o, use_cpu=True, loss_type="jsd"), "distillation on data calls it divergence"),
     (lambda o: hf_posttrain.SFTTrainer(tiny_model(), tiny_model(), args=None), "is args, which is also a keyword"),
