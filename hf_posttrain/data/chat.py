@@ -12,7 +12,7 @@ import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from functools import lru_cache
-from itertools import chain, takewhile
+from itertools import chain
 from typing import Any, NamedTuple
 
 from jinja2 import meta
@@ -262,8 +262,12 @@ def _is_contained(text: str, full: str) -> bool:
 @lru_cache(maxsize=32)
 def pin_date(template: str) -> tuple[str, frozenset[str]]:
     """Return the template with a fixed date in place of its calls for today's date, and the dates that it writes."""
+
+    def date_literal(call: re.Match[str]) -> str:
+        return repr(_FIXED_DATE.strftime(call[2]))
+
     dates = frozenset(_FIXED_DATE.strftime(call[2]) for call in _TODAY_CALL.finditer(template))
-    return _TODAY_CALL.sub(lambda call: repr(_FIXED_DATE.strftime(call[2])), template), dates
+    return _TODAY_CALL.sub(date_literal, template), dates
 
 
 @lru_cache(maxsize=32)
@@ -460,7 +464,10 @@ def common_prefix_length(first: Sequence[object], second: Sequence[object]) -> i
     """Return the length of the longest common prefix of two strings or lists."""
     if first == second[: len(first)]:  # the usual case, without a loop
         return len(first)
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
+    for n, (left, right) in enumerate(zip(first, second, strict=False)):
+        if left != right:
+            return n
+    return min(len(first), len(second))
 
 
 def text_after(start: str, full: str) -> str:
