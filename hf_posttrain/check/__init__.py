@@ -1,4 +1,4 @@
-"""Preflight: what would this recipe train on, and does it fit? Seconds on CPU, no training, nothing is written."""
+"""Preflight check of a recipe: its data, tokens, plan and memory. Seconds on CPU, without training or writing files."""
 
 import dataclasses
 import json
@@ -21,9 +21,16 @@ if TYPE_CHECKING:
     from peft import PeftConfig
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from ..data.audit import DataAudit
+    from ..models.config import TeacherSection
     from ..trainer.config import PostTrainConfig
+    from .memory import MemoryEstimate
+    from .placement import Engine
+    from .plan import Plan
+    from .probe import Probe
+    from .token_preview import TokenAudit
 
-_USUAL = (  # options of all methods whose defaults are shown
+_COMMON_OPTIONS = (  # options of all methods with defaults that the page lists
     "learning_rate",
     "lr_scheduler_type",
     "warmup_steps",
@@ -46,49 +53,55 @@ _USUAL = (  # options of all methods whose defaults are shown
     "seed",
     "report_to",
 )
-_WIDE = 512  # hidden size from which a CPU that multiplies bf16 was found quicker with it
+_BF16_MIN_WIDTH = 512  # hidden size from which a CPU that multiplies bf16 was faster with it
 _WRAPPER = textwrap.TextWrapper(110, "  ", "    ", replace_whitespace=False, break_on_hyphens=False)
 
 
 @dataclass
 class Check:
-    """What was found: five parts, each with lines() for people and warnings() of what would ruin training."""
+    """Result of a check: parts with lines() for the page, and with warnings() of problems that would ruin training."""
 
-    path: str  # the recipe's file
+    path: str  # file of the recipe
     method: str
     recipe: dict[str, Any]  # as resolved
-    given: dict[str, Any]  # keys of the train section that the recipe gives
-    defaulted: dict[str, Any]  # the usual keys and the method's own that it does not give, with the values used
-    data: dict[str, Any]  # DataAudit of train, and of eval where there is one
-    tokens: Any  # TokenAudit
-    plan: Any  # Plan
-    memory: Any  # MemoryEstimate
-    probe: Any = None  # Probe, with --probe
-    notes: list[str] = field(default_factory=list)  # warnings that were logged on the way and do no harm to training
-    servers: list[str] = field(default_factory=list)  # what is wrong with those that the run would ask, now
-    teachers: list[str] = field(default_factory=list)  # each in a line
-    adapter: list[str] = field(default_factory=list)  # what a new or loaded one acts on, in a line
+    given: dict[str, Any]  # keys of the train section that the recipe sets
+    defaulted: dict[str, Any]  # common and method options that it does not set, with the values used
+    data: dict[str, "DataAudit"]  # of train, and of eval if there is one
+    tokens: "TokenAudit"
+    plan: "Plan"
+    memory: "MemoryEstimate"
+    probe: "Probe | None" = None  # with --probe
+    notes: list[str] = field(default_factory=list)  # warnings that were logged during the check, harmless to training
+    servers: list[str] = field(default_factory=list)  # current problems of the servers that the run would use
+    teachers: list[str] = field(default_factory=list)  # a line about each
+    adapter: list[str] = field(default_factory=list)  # a line about a new or loaded adapter
 
     @property
     def warnings(self) -> list[str]:
-        made = [*self.data.values(), self.tokens, self.plan, self.memory, *([self.probe] if self.probe else [])]
-        return [warning for part in made for warning in part.warnings()]
+        """Problems that would ruin training."""
+        parts: list[Any] = [*self.data.values(), self.tokens, self.plan, self.memory]
+        parts += [self.probe] if self.probe else []
+        return [warning for part in parts for warning in part.warnings()]
 
     @property
     def status(self) -> int:
-        return 1 if self.warnings or self.servers else 0  # the exit code
+        """The exit code."""
+        return 1 if self.warnings or self.servers else 0
 
     def to_json(self) -> str:
-        """Everything, with null in place of numbers that are not finite."""
-        found = {"status": self.status, "warnings": self.warnings} | dataclasses.asdict(self)
-        return json.dumps(json.loads(json.dumps(found, default=str), parse_constant=lambda _: None), indent=2)
+        """Return everything as JSON, with null in place of numbers that are not finite."""
+        content = {"status": self.status, "warnings": self.warnings} | dataclasses.asdict(self)
+        return json.dumps(json.loads(json.dumps(content, default=str), parse_constant=lambda _: None), indent=2)
 
     def text(self, colour: bool) -> str:
-        """The page that --check prints. colour: for a terminal; else trained tokens are in [[double brackets]]."""
+        """Return the page that --check prints.
+
+        colour: whether it is for a terminal. Otherwise trained tokens are in [[double brackets]].
+        """
         from .token_preview import BOLD, PLAIN, RED, YELLOW
 
-        def paint(words: str, code: str) -> str:
-            return f"{code}{words}{PLAIN}" if colour else words
+        def paint(text: str, code: str) -> str:
+            return f"{code}{text}{PLAIN}" if colour else text
 
         # title and lines of each section
         sections: list[tuple[str, Iterable[str]]] = [
@@ -107,8 +120,9 @@ class Check:
         sections.append(("Tokens", self.tokens.lines()))
         for sample in self.tokens.samples:
             sections.append((sample.title(), [*sample.lines(colour), f"boundary: {sample.boundary}"]))
-        for title, part in (("Plan", self.plan), ("Memory", self.memory), ("Probe", self.probe)):
-            sections += [(title, part.lines())] if part else []
+        sections += [("Plan", self.plan.lines()), ("Memory", self.memory.lines())]
+        sections += [("Probe", self.probe.lines())] if self.probe else []
+
         # the page: sections, then notes, warnings and the verdict
         page = []
         for title, lines in sections:
@@ -116,29 +130,40 @@ class Check:
         page += ["", *(f"{paint('note', YELLOW)}: {note}" for note in self.notes)]
         page += [f"{paint('warning', RED)}: {warning}" for warning in (*self.warnings, *self.servers)]
         verdict = "It can run, but would not train well." if self.warnings else "It can run."
-        verdict = "It could not run now: see what is said of its servers." if self.servers else verdict
+        verdict = "It cannot run now. See the warnings about its servers." if self.servers else verdict
         return "\n".join([*page, paint(verdict, BOLD)])
 
 
 def check(
-    recipe: Recipe, with_probe: bool = False, config_file: Path | None = None, device_memory: float | None = None
+    recipe: Recipe, with_probe: bool = False, config_file: Path | None = None, memory_gib: float | None = None
 ) -> Check | None:
-    """Everything about a recipe that shows without training it; None on every rank but the first, which all call it.
+    """Check a recipe without training it. All ranks call it.
 
-    config_file: plan and memory are those of a launch by this file of accelerate_configs. device_memory: GiB, in place
-    of this machine's. What the train section asks of engines and GPUs is checked where it is launched for them, and
-    otherwise for names and types alone: a laptop can check for a cluster. Raises InputError for what cannot run.
+    Options of engines and GPUs are checked in full on a machine with GPUs and in a launch. Elsewhere only their names
+    and types are checked, so that a laptop can check a recipe for a cluster.
+
+    Args:
+        recipe: The recipe.
+        with_probe: Whether to train one step on the longest batch.
+        config_file: A file of accelerate_configs. The plan and the memory are of a launch with it.
+        memory_gib: Memory of a device in GiB, in place of this machine's.
+
+    Returns:
+        The result; None on every rank but the first.
+
+    Raises:
+        InputError: The recipe cannot run.
     """
-    # what torch needs seconds for comes first, and in the quick way
+    # imports that take seconds come first
     build.import_quietly(METHODS[recipe.method].module)
     import torch
 
     launched = "LOCAL_RANK" in os.environ or any(name.startswith("ACCELERATE_") for name in os.environ)
-    at_home = launched or torch.cuda.is_available()
-    trainer_class, config = build.configure(recipe if at_home else build.without_hardware_options(recipe))
-    # the sampler is planned wherever the check runs
+    checks_hardware = launched or torch.cuda.is_available()
+    trainer_class, config = build.configure(recipe if checks_hardware else build.without_hardware_options(recipe))
+    # the sampler is planned on any machine
     if "sampler" in recipe.train:
-        config.sampler = SAMPLERS.build("sampler", recipe.train["sampler"])
+        config.sampler = SAMPLERS.build("sampler", recipe.train["sampler"])  # type: ignore[attr-defined]
     from ..data.lengths import warn_if_too_long
     from ..data.prepare import notes_logger
     from ..monitoring.versions import newer_than_tested
@@ -146,27 +171,27 @@ def check(
     from . import memory, placement, plan, probe, token_preview
     from .auto_checkpointing import disable_unneeded_checkpointing
 
-    # on all ranks: what a run does first, and the warnings that are logged meanwhile
+    # on all ranks: the first steps of a run, and the warnings that they log
     tokenizer, peft_config = build.check_models(recipe)
     logger = logging.getLogger("hf_posttrain")
     logged = BufferingHandler(capacity=10_000)
     logged.setLevel(logging.WARNING)
     logger.addHandler(logged)
-    notes_logger.disabled = True  # the page says it
+    notes_logger.disabled = True  # the page reports the same
     try:
         rows, raw = prepare_data(recipe, trainer_class, tokenizer, config)
         level = logger.level
-        logger.setLevel(logging.WARNING)  # The page says what the trainer would say of the models.
+        logger.setLevel(logging.WARNING)  # the page reports what the trainer would log about the models
         try:
-            models, config, adapter = fitted_models(recipe, tokenizer, peft_config, config, rows)
+            models, config, adapter = build_skeletons(recipe, tokenizer, peft_config, config, rows)
         finally:
             logger.setLevel(level)
         warn_if_too_long(rows["train"], models[0].config, config)
-        engine = placement.engine_from_file(config_file) if config_file else placement.requested_engine(config)
-        disable_unneeded_checkpointing(recipe, config, trainer_class, rows, engine, device_memory)
-        estimate = memory.estimate(recipe, config, trainer_class, rows, engine, device_memory)
+        engine = placement.engine_from_file(config_file) if config_file else placement.engine_from_config(config)
+        disable_unneeded_checkpointing(recipe, config, trainer_class, rows, engine, memory_gib)
+        estimate = memory.estimate(recipe, config, trainer_class, rows, engine, memory_gib)
         probed = probe.probe(recipe, tokenizer, peft_config, rows["train"]) if with_probe else None
-        if probed is not None and config_file is None:  # the estimate is of what the probe has run
+        if probed is not None and config_file is None:  # the estimate is for the step of the probe
             probed.estimate = max(size for name, size in estimate.phases.items() if name != "evaluation")
     finally:
         logger.removeHandler(logged)
@@ -174,10 +199,10 @@ def check(
     if config.process_index != 0:
         return None
 
-    # on the first rank alone: the options that the recipe leaves open, and what needs no other rank
-    known = {option.name for option in dataclasses.fields(config)} - recipe.train.keys()
-    own = trainer_class.config_class.__annotations__
-    values = {name: getattr(config, name) for name in (*_USUAL, *own) if name in known}
+    # on the first rank alone: the options that the recipe does not set, and parts that need no other rank
+    unset = {option.name for option in dataclasses.fields(config)} - recipe.train.keys()
+    method_options = trainer_class.config_class.__annotations__
+    values = {name: getattr(config, name) for name in (*_COMMON_OPTIONS, *method_options) if name in unset}
     defaulted = {name: getattr(value, "value", value) for name, value in values.items() if value is not None}
     resolved = recipe.to_dict()
     data = audit_data(recipe, raw, tokenizer, config)
@@ -193,26 +218,36 @@ def check(
         memory=estimate,
         probe=probed,
         notes=[record.getMessage() for record in logged.buffer]
-        + quicker_on_cpu(recipe, config, engine, models[0])
-        + [said for said in (newer_than_tested(),) if said]
-        + missing_vllm(recipe, config),
+        + bf16_notes(recipe, config, engine, models[0])
+        + [note for note in (newer_than_tested(),) if note]
+        + vllm_notes(recipe, config),
         servers=[str(problem) for problem in build.server_problems(recipe, config, peft_config)],
         teachers=[describe_teacher(name, section) for name, section in recipe.teacher_sections()],
         adapter=adapter,
     )
 
 
-def fitted_models(
+def build_skeletons(
     recipe: Recipe,
     tokenizer: "PreTrainedTokenizerBase",
     peft_config: "PeftConfig | None",
     config: "PostTrainConfig",
     rows: dict[str, Any],
 ) -> tuple[list[Any], Any, list[str]]:
-    """Return the causal LMs of a run without memory, the policy first, each prepared as by the trainer; the Config as
-    the models support it; and a line on what the adapter acts on, if there is one.
+    """Return the causal LMs of a run without memory, prepared as the trainer prepares them.
 
-    Raises InputError for what the trainer would reject: adapters, tokens and options that do not fit the models.
+    Args:
+        recipe: The recipe.
+        tokenizer: Tokenizer of the policy.
+        peft_config: Adapter of the policy, if it has a new one.
+        config: Config of the run.
+        rows: Prepared rows of each data set.
+
+    Returns:
+        The models, the policy first; the Config that the models support; and a line about the adapter, if there is one.
+
+    Raises:
+        InputError: Adapters, tokens or options do not fit the models.
     """
     import peft
 
@@ -227,42 +262,42 @@ def fitted_models(
     models: list[Any] = []
     adapter: list[str] = []
     for key, section in recipe.models():
-        policy = section is recipe.model
+        is_policy = section is recipe.model
         with error_context(recipe.where(f"{key}.name_or_path")):
             model: Any = load_skeleton(section)
-            whole = policy and section.lora is None and not section.adapter
-            model.to(weights_dtype(section, model.config, whole, config.device))
-            model = with_saved_adapter(model, section, policy)
-        if policy:
+            all_trained = is_policy and section.lora is None and not section.adapter
+            model.to(weights_dtype(section, model.config, all_trained, config.device))
+            model = with_saved_adapter(model, section, is_policy)
+        if is_policy:
             config = with_supported_checkpointing(model, config)
             model, _ = make_policy(model, peft_config, config)
             adapter = [describe_adapter(model)] if isinstance(model, peft.PeftModel) else []
-            if any(taught.self == "ema" for _, taught in recipe.teacher_sections()):
+            if any(teacher.self == "ema" for _, teacher in recipe.teacher_sections()):
                 check_average(weight.dtype for weight in model.parameters() if weight.requires_grad)
         inner = causal_lm(model)
-        own = getattr(section, "own_tokenizer", False)
-        read = (load_tokenizer(section),) if own else (tokenizer, *rows.values())
-        check_tokenizer_fits(read[0], inner.config, type(inner).__name__, *read[1:])
+        own_tokenizer = getattr(section, "own_tokenizer", False)
+        inputs = (load_tokenizer(section),) if own_tokenizer else (tokenizer, *rows.values())
+        check_tokenizer_fits(inputs[0], inner.config, type(inner).__name__, *inputs[1:])
         models.append(inner)
     choose_layout(models, config.layout, config.max_length)
     return models, config, adapter
 
 
-def describe_teacher(name: str, section: Any) -> str:
-    """A teacher of a recipe in a line."""
-    said = section.name_or_path
+def describe_teacher(name: str, section: "TeacherSection") -> str:
+    """Return a line about a teacher of a recipe."""
+    source = str(section.name_or_path)
     if section.self:
         average = f"the moving average of the student's weights ({section.ema:g})"
-        said = "the student as training starts" if section.self == "start" else average
+        source = "the student as training starts" if section.self == "start" else average
     elif section.url:
-        said = f"on the server {section.url}, tokens of {section.name_or_path}"
-    more = ["with its own tokenizer"] if section.own_tokenizer else []
-    more += [f"reads {section.prompt!r} in place of the prompt"] if section.prompt is not None else []
-    return f"{name}: {', '.join([said, *more])}"
+        source = f"on the server {section.url}, tokens of {section.name_or_path}"
+    details = ["with its own tokenizer"] if section.own_tokenizer else []
+    details += [f"reads {section.prompt!r} in place of the prompt"] if section.prompt is not None else []
+    return f"{name}: {', '.join([source, *details])}"
 
 
-def missing_vllm(recipe: Recipe, config: Any) -> list[str]:
-    """Return a note if vLLM is to sample in the process that trains, and is not installed on this machine."""
+def vllm_notes(recipe: Recipe, config: object) -> list[str]:
+    """Return a note if vLLM samples in the training process, and is not installed on this machine."""
     from ..rollouts.vllm import check_installed
 
     for section, options in (("train", config), ("rounds", recipe.rounds)):
@@ -273,15 +308,16 @@ def missing_vllm(recipe: Recipe, config: Any) -> list[str]:
     return []
 
 
-def quicker_on_cpu(recipe: Recipe, config: Any, engine: Any, model: "PreTrainedModel") -> list[str]:
-    """The advice to train in bf16, for a run on a CPU that multiplies it, where the recipe leaves it open. In a small
-    model casts cost what products save.
+def bf16_notes(recipe: Recipe, config: "PostTrainConfig", engine: "Engine", model: "PreTrainedModel") -> list[str]:
+    """Return a note for a run on a CPU that multiplies bf16, unless the recipe sets the precision.
+
+    In a small model casts cost as much as the faster products save.
     """
     from ..scoring.cpu import bf16_instructions
 
-    left_open = not (config.bf16 or config.fp16 or {"bf16", "fp16"} & recipe.train.keys())
+    is_unset = not (config.bf16 or config.fp16 or {"bf16", "fp16"} & recipe.train.keys())
     width = model.config.get_text_config().hidden_size
-    if engine.gpu or not left_open or width < _WIDE or not (has := bf16_instructions()):
+    if engine.gpu or not is_unset or width < _BF16_MIN_WIDTH or not (feature := bf16_instructions()):
         return []
     gain = "a step takes 0.6 to 0.8 times as long (measured on 44M weights), its loss is that of float32 to 0.4 %"
-    return [f"this processor has {has}: with train.bf16=true {gain}"]
+    return [f"this processor has {feature}: with train.bf16=true {gain}"]

@@ -1,14 +1,15 @@
-"""What a run needs of each device's memory, before anything is loaded, and what to change if it does not fit.
+"""Memory that a run needs on each device, estimated before anything is loaded, and changes that make it fit.
 
-Weights, gradients and the optimizer's state are arithmetic; what a forward keeps is counted on the longest rows as
-shapes (both in `placement.py`). Within 15 % of what a run takes on CPU where glibc returns freed tensors, see HEAP_FACTOR;
-`--probe` measures the process.
+Weights, gradients and the optimizer's state are computed from their numbers. Tensors that a forward saves are counted
+on the longest rows, on shapes alone (both in `placement.py`). The estimate is within 15 % of what a run takes on CPU if
+glibc returns freed tensors, see HEAP_FACTOR. `--probe` measures the process.
 """
 
 import copy
 import os
 import sys
 import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,11 +17,12 @@ import psutil
 import torch
 
 from ..batching.micro_batch import MicroBatch
+from ..data.dataset_type import AnyDataset
 from ..data.lengths import longest_rows, planned_epochs
 from ..generation.batch_size import CACHE_MEMORY_SHARE, LOGIT_BYTES, even_batch_size
 from ..generation.rollout import GrowingLayer
 from ..methods.rules import REFERENCE_FREE_LOSSES
-from ..models.config import section_from_name
+from ..models.config import ModelSection, section_from_name
 from ..monitoring.symptoms import as_names
 from ..recipe.sections import Recipe
 from ..rollouts.options import PolicySamplerOptions, VLLMColocateOptions
@@ -34,77 +36,85 @@ from ..teachers.options import precomputes
 from ..trainer.base import PostTrainer
 from ..trainer.config import PostTrainConfig
 from ..trainer.option_group import OptionKind
-from .placement import Engine, Shapes, model_bytes, requested_engine
+from .placement import Engine, Shapes, engine_from_config, model_bytes
 from .plan import planned_examples
 
 GIB = 2**30
-CUDA_CONTEXT = GIB // 2  # kernels and workspaces of CUDA where there is no GPU to ask: typical, not measured
+CUDA_CONTEXT = GIB // 2
+"""Bytes of kernels and workspaces of CUDA if there is no GPU to ask: typical, not measured."""
 HEAP_FACTOR = 2.4
-"""How many times the estimate a process on CPU has needed at most where glibc kept freed tensors in its heap: measured
-with DPO and LoRA on SmolLM2 135M. Other runs needed 1.1 to 2.1 times the estimate, see docs/reference/recipes.md."""
+"""Largest ratio of a process on CPU to the estimate, if glibc keeps freed tensors in its heap: measured with DPO and
+LoRA on SmolLM2 135M. Other runs needed 1.1 to 2.1 times the estimate, see docs/reference/recipes.md."""
 HEAP_OPTIONS = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
-"""Environment variables that make glibc return freed tensors: each turns its growing threshold for mmap off."""
+"""Environment variables with which glibc returns freed tensors: each turns its growing threshold for mmap off."""
 
 
 @dataclass
 class MemoryEstimate:
-    """Bytes on each device at the peak of the part of the run that needs most."""
+    """Bytes on each device at the peak of the phase of the run that needs most."""
 
-    engine: str  # its name, and on how many processes
-    phase: str  # at whose peak this is: training step, evaluation, generation, ...
+    engine: str  # its name, and the number of processes
+    phase: str  # training step, evaluation, generation, ...
     parameters: int  # weights of the policy, with the layers that an engine gathers
-    gradients: int  # of the trained weights, with the buckets that they travel in
+    gradients: int  # of the trained weights, with communication buckets
     optimizer: int  # its state, with the float32 weights that DeepSpeed keeps
     second_model: int  # reference or teacher, and a judge
     activations: int  # all other tensors: activations, a tile of the head, masks, the cache of generation
-    other: int  # what the process has without tensors; on a GPU its context, and what vLLM keeps
-    total: int  # all of these
-    available: int | None  # bytes of the device; None where it is not in this machine
+    other: int  # memory of the process without tensors; on a GPU its context, and the share that vLLM reserves
+    total: int  # sum of all of these
+    available: int | None  # bytes of the device; None for a device that this machine does not have
     host: int  # bytes that an engine keeps in host memory for this device
     batch: dict[str, Any]  # rows and tokens of the longest micro-batch, and its layout
-    phases: dict[str, int]  # the total of each part of the run
-    process: int | None = None  # bytes that the process on CPU may need with glibc's heap; None: as many as `total`
-    notes: list[str] = field(default_factory=list)  # what is not in it
-    advice: list[str] = field(default_factory=list)  # what to change if it does not fit, each on top of those before
+    phases: dict[str, int]  # total of each phase of the run
+    process: int | None = (
+        None  # bytes that the process on CPU may need with glibc's heap; None if not more than `total`
+    )
+    notes: list[str] = field(default_factory=list)  # parts that are not included
+    advice: list[str] = field(default_factory=list)  # changes that make it fit, each in addition to those before it
 
     @property
-    def fits(self) -> bool:  # as far as it is known
+    def fits(self) -> bool:
+        """Whether the device has enough memory, as far as its memory is known."""
         return self.available is None or self.total <= self.available
 
     def warnings(self) -> list[str]:
+        """Return problems that would end the run."""
         need, have = (f"{size / GIB:.1f} GiB" for size in (self.total, self.available or 0))
         return [] if self.fits else [f"memory: the {self.phase} needs about {need} on each device, which has {have}"]
 
     def lines(self) -> list[str]:
+        """Return the lines of the page."""
         limit = "" if self.available is None else f" of {self.available / GIB:.1f}"
-        found = [f"memory on each device ({self.engine}): {self.total / GIB:.2f} GiB{limit}, in the {self.phase}"]
+        lines = [f"memory on each device ({self.engine}): {self.total / GIB:.2f} GiB{limit}, in the {self.phase}"]
         if self.process is not None:
             most = f"up to {HEAP_FACTOR:g} times as much, {self.process / GIB:.2f} GiB"
-            why = f"glibc keeps freed tensors in its heap unless {HEAP_OPTIONS[0]}=65536 is set (a quarter more time)"
-            found.append(f"  an estimate of the tensors: on CPU the process may need {most}, since {why}")
+            reason = (
+                f"glibc keeps freed tensors in its heap unless {HEAP_OPTIONS[0]}=65536 is set (a quarter more time)"
+            )
+            lines.append(f"  an estimate of the tensors: on CPU the process may need {most}, since {reason}")
         for name in ("parameters", "gradients", "optimizer", "second_model", "activations", "other"):
-            found += [f"  {name.replace('_', ' '):13s}{size / GIB:8.2f}"] if (size := getattr(self, name)) else []
-        found.append("  the longest micro-batch: {rows} rows, {tokens} tokens, layout {layout}".format(**self.batch))
-        rest = [f"{name} {size / GIB:.2f}" for name, size in self.phases.items() if name != self.phase]
-        found += [f"  other parts of the run: {', '.join(rest)}"] if rest else []
-        found += [f"  in host memory for it: {self.host / GIB:.2f}"] if self.host else []
-        return found + [f"  {line}" for line in (*self.notes, *self.advice)]
+            lines += [f"  {name.replace('_', ' '):13s}{size / GIB:8.2f}"] if (size := getattr(self, name)) else []
+        lines.append("  the longest micro-batch: {rows} rows, {tokens} tokens, layout {layout}".format(**self.batch))
+        others = [f"{name} {size / GIB:.2f}" for name, size in self.phases.items() if name != self.phase]
+        lines += [f"  other parts of the run: {', '.join(others)}"] if others else []
+        lines += [f"  in host memory for it: {self.host / GIB:.2f}"] if self.host else []
+        return lines + [f"  {line}" for line in (*self.notes, *self.advice)]
 
 
 @dataclass
 class Run:
-    """A run, and the bytes of its models and of its longest batch as shapes."""
+    """A run, and the bytes of its models and of its longest batch on shapes alone."""
 
     recipe: Recipe
-    config: Any
+    config: Any  # a Config, or the options of it that a test needs
     engine: Engine
-    trainer_class: Any
-    rows: dict[str, Any]
+    trainer_class: type[PostTrainer]
+    rows: Mapping[str, Any]
     other: int  # bytes of the device that are no tensors of the run
-    available: int | None  # all that it has
+    available: int | None  # all bytes of the device
 
-    def changed(self, section: str, fields: dict[str, Any]) -> "Run":
-        """The same with other values in a section: train, model, teacher or engine."""
+    def with_changes(self, section: str, fields: dict[str, Any]) -> "Run":
+        """Return the run with other values in a section: train, model, teacher or engine."""
         if section == "engine":
             return replace(self, engine=replace(self.engine, **fields))
         if section == "train":
@@ -114,47 +124,47 @@ class Run:
         return replace(self, recipe=replace(self.recipe, **{section: replace(getattr(self.recipe, section), **fields)}))
 
     def batch(self, name: str, size: int) -> MicroBatch:
-        """Return the micro-batch of the `size` longest rows."""
-        rows = longest_rows(self.rows[name], size, ("prompt_ids",) if self.trainer_class.data_method.rows.sampled else ())
-        examples = planned_examples(rows, self.trainer_class, self.config)
+        """Return the micro-batch of the `size` longest rows of a data set."""
+        columns = ("prompt_ids",) if self.trainer_class.data_method.rows.sampled else ()
+        examples = planned_examples(list(longest_rows(self.rows[name], size, columns)), self.trainer_class, self.config)
         batch_class = self.trainer_class.collator_class.batch_class
         return collate(examples, self.layout, row_multiple=self.multiple, batch_class=batch_class)
 
     @property
-    def teachers(self) -> list[Any]:
-        """Those whose weights are loaded."""
+    def teachers(self) -> list[ModelSection]:
+        """Sections of the models besides the policy that are loaded."""
         return [section for _, section in self.recipe.models()][1:]
 
-    def second_stays(self) -> bool:
-        """Are second models on the device while the policy trains?"""
+    def second_models_stay(self) -> bool:
+        """Return whether second models are on the device while the policy trains."""
         config = self.config
         model = self.recipe.model
-        leaves = self.engine.gpu and not self.engine.shards  # to the host's memory
+        can_leave = self.engine.gpu and not self.engine.shards  # to the host's memory
         by_adapter = model.adapter or (model.lora is not None and model.lora.get("bias", "none") == "none")
-        taught = [section for _, section in self.recipe.teacher_sections()]
-        if taught:
-            stays = [section for section in taught if not section.url and not (section.self and by_adapter)]
-            stays = [section for section in stays if not (leaves and section.offload)]
-            return bool(stays) and not precomputes(config)
+        teachers = [section for _, section in self.recipe.teacher_sections()]
+        if teachers:
+            staying = [section for section in teachers if not section.url and not (section.self and by_adapter)]
+            staying = [section for section in staying if not (can_leave and section.offload)]
+            return bool(staying) and not precomputes(config)
         reference_free = {*as_names(getattr(config, "loss_type", "none"))} <= REFERENCE_FREE_LOSSES
         if not self.trainer_class.method.second or reference_free or by_adapter:
             return False
         if self.recipe.rounds and self.recipe.rounds.reference == "round":
             return False
-        if config.precompute_ref_log_probs is None:  # scored before training if rows are seen more than once
+        if config.precompute_ref_log_probs is None:  # scored before training if each row is trained more than once
             step = config.per_device_train_batch_size * config.gradient_accumulation_steps * self.engine.processes
-            return not leaves or planned_epochs(self.rows["train"], config, step) <= 1
+            return not can_leave or planned_epochs(self.rows["train"], config, step) <= 1
         return not config.precompute_ref_log_probs
 
     def estimate(self) -> MemoryEstimate:
-        """The sum on one device, in the phase that needs most."""
+        """Return the sum on one device, in the phase that needs most."""
         glibc = sys.platform == "linux" and not self.engine.gpu and not {*HEAP_OPTIONS} & {*os.environ}
         config = self.config
         engine = self.engine
         notes = list[str]()
         device = torch.device("cuda" if engine.gpu else "cpu")
         self.mixed = bool(config.bf16 or config.fp16)
-        self.gpu_memory = (self.available or META_MEMORY) if engine.gpu else None  # by which the head chooses its tiles
+        self.gpu_memory = (self.available or META_MEMORY) if engine.gpu else None  # determines the tiles of the head
         self.policy = Shapes(self.recipe.model, True, device, config.train_vision)
         scorers = [Shapes(section, False, device) for section in self.teachers] or [self.policy]
         self.scorer = max(scorers, key=lambda shapes: shapes.weights.numbers)
@@ -164,13 +174,14 @@ class Run:
         judge = None
         if rounds and rounds.judge.by in MODEL_JUDGES:
             try:
-                judge = Shapes(
-                    section_from_name(str(rounds.judge.name)), False, device
-                )  # a reward model's has a head more
+                # a reward model has a classification head in addition
+                judge = Shapes(section_from_name(str(rounds.judge.name)), False, device)
                 models.append(judge)
             except Exception as error:  # no decoder, or an architecture's own code
                 reason = str(error).partition("\n")[0]
-                notes.append(f"the judge {rounds.judge.name} is not in it: it is not built as shapes alone ({reason})")
+                notes.append(
+                    f"not included: the judge {rounds.judge.name}, which cannot be built without weights ({reason})"
+                )
         fitting, _ = supported_layouts(inner, config.max_length)
         self.multiple = row_multiple(inner, device)
         self.layout = fitting[0] if config.layout == "auto" else config.layout
@@ -181,99 +192,103 @@ class Run:
                 shapes.count(self.train, torch.bfloat16 if self.mixed and shapes is not judge else None)
         except Exception as error:  # an architecture's own code may raise anything
             reason = str(error).partition("\n")[0]
-            notes.append(f"activations are not in it: this model cannot be run on shapes alone ({reason})")
-        # the parts of the run, and what each holds on the device
-        held = model_bytes(engine, self.policy.weights, config.optim, self.mixed)
-        # a frozen model is cut and cast as the policy is, but never kept in host memory
+            notes.append(f"not included: activations, because this model cannot run without values ({reason})")
+
+        # the phases of the run, and the bytes that each has on the device
+        policy = model_bytes(engine, self.policy.weights, config.optim, self.mixed)
+        # a frozen model is sharded and cast as the policy is, but never offloaded to host memory
         frozen = replace(engine, offload_params=False)
         second = sum(model_bytes(frozen, shapes.weights, "sgd", self.mixed)["parameters"] for shapes in scorers)
         if not self.teachers and self.mixed and engine.name in ("single", "ddp"):
-            second -= self.scorer.rounding
-        # a judge comes to a GPU while a round is drawn, unless there is one each step
+            second -= self.scorer.precast_savings
+        # a judge is on a GPU while a round is sampled, and in online training always
         judge_stays = rounds is not None and (not engine.gpu or rounds.steps is not None)
-        judged = judge.weights.frozen if judge else 0
-        seconds = second * self.second_stays()
-        training = held | {"second_model": seconds + judged * judge_stays, "other": self.other}
-        resting = training | {"gradients": 0}  # between optimizer steps
-        drawing = resting | {"second_model": seconds + judged}
+        judge_bytes = judge.weights.frozen if judge else 0
+        second_in_training = second * self.second_models_stay()
+        training = policy | {"second_model": second_in_training + judge_bytes * judge_stays, "other": self.other}
+        between_steps = training | {"gradients": 0}
+        sampling = between_steps | {"second_model": second_in_training + judge_bytes}
         phases: dict[str, Any] = {"training step": training | {"activations": self.training_step()}}
         if judge is not None:
-            phases["judging"] = drawing | {"activations": self.judging(judge)}
-        if self.teachers and not self.second_stays():  # it comes to the device for its own pass
-            own = {"second_model": second, "activations": self.inference(self.scorer, self.train)}
+            phases["judging"] = sampling | {"activations": self.judging(judge)}
+        if self.teachers and not self.second_models_stay():  # it moves to the device for its own pass
+            pass_bytes = {"second_model": second, "activations": self.inference(self.scorer, self.train)}
             in_a_step = not precomputes(config)
-            phases["teacher's pass"] = (training if in_a_step else resting | {"optimizer": 0}) | own
+            phases["teacher's pass"] = (training if in_a_step else between_steps | {"optimizer": 0}) | pass_bytes
         if self.rows.get("eval") is not None:
             batch = self.batch("eval", config.per_device_eval_batch_size)
-            phases["evaluation"] = resting | {"activations": self.inference(self.policy, batch)}
+            phases["evaluation"] = between_steps | {"activations": self.inference(self.policy, batch)}
         if isinstance(getattr(rounds or config, "sampler", None), PolicySamplerOptions):
-            whole = held["parameters"] + self.policy.weights.numbers * (2 if self.mixed else 4) * engine.shards
-            phases["generation"] = drawing | {"parameters": whole}
+            gathered = policy["parameters"] + self.policy.weights.numbers * (2 if self.mixed else 4) * engine.shards
+            phases["generation"] = sampling | {"parameters": gathered}
             phases["generation"]["activations"] = self.generation(sum(phases["generation"].values()))
+
         totals = {name: sum(parts.values()) - parts["host"] for name, parts in phases.items()}
-        most = max(totals, key=lambda name: totals[name])
+        largest = max(totals, key=lambda name: totals[name])
         return MemoryEstimate(
             engine=str(engine),
-            phase=most,
-            total=totals[most],
+            phase=largest,
+            total=totals[largest],
             available=self.available,
             phases=totals,
             notes=notes,
-            process=round(HEAP_FACTOR * totals[most]) if glibc else None,
+            process=round(HEAP_FACTOR * totals[largest]) if glibc else None,
             batch={"rows": self.train_rows, "tokens": self.train.input_ids.numel(), "layout": self.layout},
-            **phases[most],
+            **phases[largest],
         )
 
     def training_step(self) -> int:
-        """Forward and backward of the longest micro-batch: bytes in addition to the gradients of all weights."""
+        """Return the bytes of the longest micro-batch, in addition to the gradients of all weights."""
         config = self.config
         batch = self.train
         head = self.policy.head
         weights = self.policy.weights
         logits = len(batch.scored) * len(head)
-        gradient = 4 * head.numel() * head.requires_grad
+        head_gradient = 4 * head.numel() * head.requires_grad
         every = (config.activation_checkpointing_kwargs or {}).get("every_n_layers", 1)
-        again = every if config.activation_checkpointing else 0
-        kept, layer = self.policy.training(again)
-        states, tiles = self.at_head(self.policy, batch)
-        features, tower_layer = self.policy.picture_bytes(batch)
-        tower = features + self.policy.kept_by_tower(batch, again)
-        kept += gradient + states + tower
+        recomputed = every if config.activation_checkpointing else 0
+        saved, layer = self.policy.training(recomputed)
+        states, tiles = self.head_bytes(self.policy, batch)
+        features, encoder_layer = self.policy.image_bytes(batch)
+        encoder = features + self.policy.encoder_bytes(batch, recomputed)
+        saved += head_gradient + states + encoder
         size = 2 if self.mixed and self.engine.gpu else 4
-        few = logits <= max_kept_logits(self.gpu_memory, size)
-        if self.trainer_class.method.unit == "examples" and head.requires_grad and few:
-            kept += size * logits  # an average over examples is not known in the forward: gradients wait for it
+        is_kept = logits <= max_kept_logits(self.gpu_memory, size)
+        if self.trainer_class.method.unit == "examples" and head.requires_grad and is_kept:
+            saved += size * logits  # an average over examples is unknown in the forward: gradients wait for it
         if self.mixed and self.engine.name in ("single", "ddp"):
-            kept += 2 * weights.trained_numbers  # autocast's copies
-        peak = max(kept + max(layer, tiles), tower_layer, self.inference(self.scorer, batch) * self.second_stays())
-        # at the end of the backward, a layer of the tower again
-        tower += int(1.5 * tower_layer) if config.train_vision else 0
+            saved += 2 * weights.trained_numbers  # autocast's copies
+        second = self.inference(self.scorer, batch) * self.second_models_stay()
+        peak = max(saved + max(layer, tiles), encoder_layer, second)
+
+        # at the end of the backward, the backward of a layer of the vision encoder
+        encoder += int(1.5 * encoder_layer) if config.train_vision else 0
         if self.engine.name == "single" and config.gradient_accumulation_steps == 1:
-            return max(peak - weights.trained, gradient, tower)  # gradients appear while activations go
-        return max(peak, tower)
+            return max(peak - weights.trained, head_gradient, encoder)  # gradients grow while activations are freed
+        return max(peak, encoder)
 
     def inference(self, shapes: Shapes, batch: MicroBatch) -> int:
-        """A pass without gradient."""
-        features, tower_layer = shapes.picture_bytes(batch)
+        """Return the bytes of a forward without gradient."""
+        features, encoder_layer = shapes.image_bytes(batch)
         layer = shapes.layer(batch.input_ids.numel())
-        return max(features + layer, tower_layer) + sum(self.at_head(shapes, batch))
+        return max(features + layer, encoder_layer) + sum(self.head_bytes(shapes, batch))
 
     def judging(self, judge: Shapes) -> int:
-        """A judge's pass over its batch of the longest answers to the longest prompts."""
-        options: Any = self.recipe.rounds
-        rows = min(options.judge.batch_size, self.answers_at_once())
-        longest_answer = options.max_completion_length
-        scored = torch.empty(rows * longest_answer)
-        batch = MicroBatch(input_ids=torch.empty(rows, self.longest_prompt() + longest_answer), scored=scored)
-        head = sum(self.at_head(judge, batch)) if options.judge.by == "teacher" else 0
+        """Return the bytes of a judge's forward over a batch of the longest answers to the longest prompts."""
+        rounds: Any = self.recipe.rounds
+        rows = min(rounds.judge.batch_size, self.answers_per_call())
+        answer_length = rounds.max_completion_length
+        scored = torch.empty(rows * answer_length)
+        batch = MicroBatch(input_ids=torch.empty(rows, self.longest_prompt() + answer_length), scored=scored)
+        head = sum(self.head_bytes(judge, batch)) if rounds.judge.by == "teacher" else 0
         return judge.layer(batch.input_ids.numel()) + head
 
     def longest_prompt(self) -> int:
-        """Tokens of the longest prompt that is answered in training."""
+        """Return the number of tokens of the longest prompt that is answered in training."""
         return len(longest_rows(self.rows["train"], 1, ("prompt_ids",))[0]["prompt_ids"])
 
-    def answers_at_once(self) -> int:
-        """Answers that a generation call is asked for: those of an optimizer step, or of a piece of a round."""
+    def answers_per_call(self) -> int:
+        """Return the number of answers of a generation call: those to an optimizer step, or to a chunk of a round."""
         config = self.config
         rounds = self.recipe.rounds
         step = config.per_device_train_batch_size * config.gradient_accumulation_steps
@@ -282,56 +297,73 @@ class Run:
         prompts = step * self.engine.processes * rounds.steps if rounds.steps else len(self.rows["train"])
         return rounds.num_generations * min(chunk_size(rounds), prompts)
 
-    def at_head(self, shapes: Shapes, batch: MicroBatch) -> tuple[int, int]:
-        """(Hidden states of the scored tokens, their gradient and the mask; a tile's products, logits and gradient)."""
+    def head_bytes(self, shapes: Shapes, batch: MicroBatch) -> tuple[int, int]:
+        """Return the bytes at the head of a model.
+
+        Returns:
+            Hidden states of the scored tokens with their gradient and the mask, and the products, logits and gradient
+            of a tile.
+        """
         rows, length = batch.input_ids.shape
         scored = len(batch.scored)
-        vocabulary = len((self.policy if shapes is self.scorer else shapes).head)  # a teacher's is cut to the student's
+        vocabulary = len((self.policy if shapes is self.scorer else shapes).head)  # a teacher's: only the student's ids
         mask = rows * length**2 if batch.document is not None and not self.multiple else 0
         states = 8 * scored * shapes.head.shape[1] + mask
-        each = BYTES_PER_LOGIT if self.engine.gpu else 4 * (5 if any(self.recipe.teacher_sections()) else 3)
+        per_logit = BYTES_PER_LOGIT if self.engine.gpu else 4 * (5 if any(self.recipe.teacher_sections()) else 3)
         if self.engine.gpu and getattr(self.config, "diagnostics", False):
-            each += 16  # `Diagnostics.scratch`
-        return states, each * min(scored, tile_rows(vocabulary, self.gpu_memory)) * vocabulary
+            per_logit += 16  # `Diagnostics.scratch`
+        return states, per_logit * min(scored, tile_rows(vocabulary, self.gpu_memory)) * vocabulary
 
     def generation(self, held: int) -> int:
-        """The rollouts of an optimizer step, or as many as fit beside what is held: the cache, and what is on top."""
+        """Return the bytes of generation: the cache, and the largest temporary tensors.
+
+        Rollouts of an optimizer step are sampled together, or as many of them as fit.
+
+        held: bytes of everything else on the device.
+        """
         config = self.config
         policy = self.policy
-        options = self.recipe.rounds or self.config
-        copies = options.num_generations
-        count = self.answers_at_once()
+        options: Any = self.recipe.rounds or self.config
+        count = self.answers_per_call()
         length = self.longest_prompt()
         row = policy.cache * (length + config.max_completion_length + GrowingLayer.SPARE) // policy.tokens
         if options.sampler.batch_size:
             count = min(count, options.sampler.batch_size)
         elif self.engine.gpu and self.available:  # as `rollout.rows_that_fit` does
             logits = LOGIT_BYTES * len(policy.head)
-            count = even_batch_size(count, int(CACHE_MEMORY_SHARE * max(self.available - held, 0)) // (row + logits))
-        # what GrowingLayer makes space for: SPARE tokens behind a prompt, and again when these are full
+            free = max(self.available - held, 0)
+            count = even_batch_size(count, int(CACHE_MEMORY_SHARE * free) // (row + logits))
+        # GrowingLayer allocates SPARE tokens after a prompt, and again whenever these are full
         spare = GrowingLayer.SPARE
-        more = max(0, config.max_completion_length - 1 - GrowingLayer.SPARE)
-        cache = policy.cache * (length + spare + -(-more // (1 + spare)) * (1 + spare)) // policy.tokens * count
-        # on top: a layer's cache as it grows and logits, some in float64; or before that, reading the prompts
+        beyond = max(0, config.max_completion_length - 1 - GrowingLayer.SPARE)
+        cache = policy.cache * (length + spare + -(-beyond // (1 + spare)) * (1 + spare)) // policy.tokens * count
+        # in addition: a layer's cache while it grows, and logits, some in float64; or before that the prompts' forward
         step = cache // len(policy.layers) + LOGIT_BYTES * count * len(policy.head)
-        prompts = -(-count // copies)
-        pictures = sum(policy.picture_bytes(self.train)) * prompts // self.train_rows
-        return cache + max(step, policy.layer(prompts * length) + pictures)
+        prompts = -(-count // options.num_generations)
+        images = sum(policy.image_bytes(self.train)) * prompts // self.train_rows
+        return cache + max(step, policy.layer(prompts * length) + images)
 
 
 def estimate(
     recipe: Recipe,
     config: PostTrainConfig,
     trainer_class: type[PostTrainer],
-    rows: dict,
+    rows: Mapping[str, AnyDataset | None],
     engine: Engine | None = None,
-    gib: float | None = None,
+    memory_gib: float | None = None,
 ) -> MemoryEstimate:
-    """The memory that training on `rows`, as `prepare_data` gives them, needs of each device. engine: in place of this
-    process's; for GPUs it means what the recipe would be there, bf16 for instance. gib: in place of this machine's.
+    """Return the memory that a training needs on each device.
+
+    Args:
+        recipe: The recipe.
+        config: Config of the run.
+        trainer_class: Trainer class of the run.
+        rows: Prepared rows of each data set, from `prepare_data`.
+        engine: Engine in place of this process's. For GPUs the recipe gets its defaults there, such as bf16.
+        memory_gib: Memory of a device in GiB, in place of this machine's.
     """
-    engine = engine or requested_engine(config)
-    available = int(gib * GIB) if gib else None
+    engine = engine or engine_from_config(config)
+    available = int(memory_gib * GIB) if memory_gib else None
     if not engine.gpu:
         other = psutil.Process().memory_info().rss
         available = available or psutil.virtual_memory().available + other
@@ -346,16 +378,22 @@ def estimate(
             other += int(sampler.gpu_memory_utilization * (available or 0))
     run = Run(recipe, config, engine, trainer_class, rows, other, available)
     if engine.gpu and not {"bf16", "fp16", "use_cpu"} & recipe.train.keys():
-        run = run.changed("train", {"bf16": True})
+        run = run.with_changes("train", {"bf16": True})
     with warnings.catch_warnings(action="ignore"):
-        found = run.estimate()
-        found.advice = [] if found.fits else advice(found, run, Run.estimate)
-    return found
+        result = run.estimate()
+        result.advice = [] if result.fits else advice(result, run, Run.estimate)
+    return result
 
 
-def advice(found: Any, run: Run, again: Any) -> list[str]:
-    """Overrides for an estimate that does not fit, each estimated on top of those before it, up to what fits; those
-    come first that leave the numbers of the run as they are. again: the estimate of a changed run.
+def advice(current: MemoryEstimate, run: Run, estimate_run: Callable[[Run], MemoryEstimate]) -> list[str]:
+    """Return overrides for an estimate that does not fit, each estimated in addition to those before it.
+
+    The list ends with the first one that fits. Overrides that do not change the numbers of the run come first.
+
+    Args:
+        current: The estimate of the run.
+        run: The run.
+        estimate_run: Function that returns the estimate of a changed run.
     """
     config = run.config
     model = run.recipe.model
@@ -363,22 +401,22 @@ def advice(found: Any, run: Run, again: Any) -> list[str]:
     engine = run.engine
     size = config.per_device_train_batch_size
     steps = config.gradient_accumulation_steps
-    # a quarter of the rows at a time, and the same rows a step
-    fewer = max(n for n in range(1, max(size // 4, 1) + 1) if size % n == 0)
-    smaller = {"per_device_train_batch_size": fewer, "gradient_accumulation_steps": steps * size // fewer}
+    # a quarter of the rows in a micro-batch, and the same rows in a step
+    quarter = max(n for n in range(1, max(size // 4, 1) + 1) if size % n == 0)
+    smaller_batches = {"per_device_train_batch_size": quarter, "gradient_accumulation_steps": steps * size // quarter}
     adapted = model.lora is not None or model.adapter
     several = engine.processes > 1 and not engine.offload_params
-    # does it apply, section, its new fields
+    # (whether it applies, section, its new fields)
     changes: list[tuple[Any, str, dict[str, Any]]] = [
         (not config.activation_checkpointing, "train", {"activation_checkpointing": True}),
-        (size > 1, "train", smaller),
+        (size > 1, "train", smaller_batches),
         (
             not (run.recipe.rounds or getattr(config, "precompute_ref_log_probs", True)),
             "train",
             {"precompute_ref_log_probs": True},
         ),
         (engine.gpu and teacher is not None and not (teacher.offload or teacher.url), "teacher", {"offload": True}),
-        (fewer > 1, "train", {"per_device_train_batch_size": 1, "gradient_accumulation_steps": steps * size}),
+        (quarter > 1, "train", {"per_device_train_batch_size": 1, "gradient_accumulation_steps": steps * size}),
         (True, "train", {"per_device_eval_batch_size": 1}),
         (
             isinstance(getattr(config, "sampler", None), PolicySamplerOptions),
@@ -399,21 +437,21 @@ def advice(found: Any, run: Run, again: Any) -> list[str]:
         (engine.gpu and model.quantization == "none" and not model.from_scratch, "model", {"quantization": "4bit"}),
     ]
     lines = []
-    before = found
+    before = current
     for applies, section, fields in changes:
         if before.fits or not applies:
             continue
-        changed = run.changed(section, fields)
-        if (after := again(changed)).total >= 0.98 * before.total:
+        changed = run.with_changes(section, fields)
+        if (after := estimate_run(changed)).total >= 0.98 * before.total:
             continue
         run = changed
         before = after
-        plain = {name: value.to_dict() if isinstance(value, OptionKind) else value for name, value in fields.items()}
-        said = " ".join(f"{section}.{name}={str(value).lower()}" for name, value in plain.items()).replace("'", "")
+        values = {name: value.to_dict() if isinstance(value, OptionKind) else value for name, value in fields.items()}
+        override = " ".join(f"{section}.{name}={str(value).lower()}" for name, value in values.items()).replace("'", "")
         if section == "engine":
             file = fields["name"] + "_offload" * fields["offload_params"]
-            said = f"accelerate launch --config_file accelerate_configs/{file}.yaml"
-        lines.append(f"{said}: {after.total / GIB:.1f} GiB{', which fits' if after.fits else ''}")
+            override = f"accelerate launch --config_file accelerate_configs/{file}.yaml"
+        lines.append(f"{override}: {after.total / GIB:.1f} GiB{', which fits' if after.fits else ''}")
     if not before.fits:
-        lines.append("what is left to change: shorter rows (train.max_length), a smaller model, more or larger devices")
+        lines.append("remaining options: shorter rows (train.max_length), a smaller model, more or larger devices")
     return lines

@@ -1,4 +1,4 @@
-"""What training would do: optimizer steps, tokens a step, layout, and what padding and shared prompts cost or save."""
+"""Plan of a training: optimizer steps, tokens per step, layout, padding, and savings by shared prompts."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -9,6 +9,7 @@ import datasets
 import numpy as np
 from transformers import PreTrainedModel
 
+from ..data.dataset_type import AnyDataset
 from ..rounds.config import number_of_rounds
 from ..rounds.iterative_trainer import planned_rows
 from ..scoring import layouts
@@ -18,32 +19,34 @@ from ..scoring.layouts import Branch, Example
 from ..trainer.base import PostTrainer
 from ..trainer.config import PostTrainConfig
 
-MICRO_BATCHES = 50  # how many are laid out to measure padding and tokens
+MICRO_BATCHES = 50
+"""Number of micro-batches that are laid out to measure padding and tokens."""
 
 
 @dataclass
 class Plan:
-    """Of a stream, what depends on the number and lengths of rows is None."""
+    """Plan of a training. For a stream, fields that depend on the number and the lengths of rows are None."""
 
     rows: int | None  # prepared training rows
     processes: int  # that train together
-    rows_per_step: int  # of an optimizer step, on all processes: fewer where an epoch has no more
+    rows_per_step: int  # of an optimizer step, on all processes; fewer if an epoch has fewer
     steps: int  # optimizer steps
     epochs: float | None  # passes over the rows
-    layout: str  # how examples are laid out: shared, packed or padded
-    why: str  # what decides the layout
-    tokens_per_step: int | None = None  # without padding; of answers yet to be sampled, the longest possible
-    trained_per_step: int | None = None  # of them, tokens that the loss counts
+    layout: str  # of the examples: shared, packed or padded
+    why: str  # reason for the layout
+    tokens_per_step: int | None = None  # without padding; answers that are yet to be sampled have the largest length
+    trained_per_step: int | None = None  # tokens of these that the loss counts
     padding: float | None = None  # share of the positions of laid-out batches that is padding
-    rounds: str = ""  # what they are, where the run has rounds
-    saved: float | None = None  # share of tokens that is not computed, since answers share their prompt
+    rounds: str = ""  # description of the rounds, if the run has any
+    saved: float | None = None  # share of tokens that is not computed because answers share their prompt
 
     def lines(self) -> Iterator[str]:
-        of = "a stream"
+        """Yield the lines of the page."""
+        source = "a stream"
         if self.rows is not None:
-            of = f"{self.epochs:.3g} epoch{'s' * (self.epochs != 1)} of {self.rows} rows"
+            source = f"{self.epochs:.3g} epoch{'s' * (self.epochs != 1)} of {self.rows} rows"
         processes = f" on {self.processes} processes" if self.processes > 1 else ""
-        yield f"{self.steps} steps of {self.rows_per_step} rows{processes}, {of}"
+        yield f"{self.steps} steps of {self.rows_per_step} rows{processes}, {source}"
         yield from [self.rounds] if self.rounds else []
         yield f"layout: {self.layout} ({self.why})"
         if self.tokens_per_step is not None:
@@ -51,42 +54,57 @@ class Plan:
             yield f"about {self.tokens_per_step} tokens a step, {self.trained_per_step} of them trained; {shares}"
 
     def warnings(self) -> Iterator[str]:
+        """Yield problems that would ruin training."""
         if self.steps < 1:
-            yield "there is no optimizer step: raise train.num_train_epochs or train.max_steps"
+            yield "there is no optimizer step. Raise train.num_train_epochs or train.max_steps"
 
 
 def plan(
-    rows: Any, trainer_class: Any, config: PostTrainConfig, models: Sequence[PreTrainedModel], processes: int
+    rows: AnyDataset,
+    trainer_class: type[PostTrainer],
+    config: PostTrainConfig,
+    models: Sequence[PreTrainedModel],
+    processes: int,
 ) -> Plan:
-    """rows: of data.train, prepared. models: the policy, and the teacher if any; they need no weights."""
-    fitting, why = supported_layouts(models, config.max_length)
+    """Return the plan of a training.
+
+    Args:
+        rows: Prepared rows of data.train.
+        trainer_class: Trainer class of the run.
+        config: Config of the run.
+        models: The policy, and the teacher if there is one, without weights.
+        processes: Number of processes that train together.
+    """
+    fitting, reason = supported_layouts(models, config.max_length)
     layout = fitting[0] if config.layout == "auto" else config.layout
     multiple = row_multiple(models, config.device)
     # with sequence parallelism several processes share each row
     parallel = getattr(config, "parallelism_config", None)
-    sharing = 1 if parallel is None else parallel.sp_size
-    per_step = config.per_device_train_batch_size * config.gradient_accumulation_steps * (processes // sharing)
-    if not isinstance(rows, datasets.Dataset):
-        return Plan(None, processes, per_step, config.max_steps, None, layout, why)
-    # optimizer steps as HF's Trainer counts them: the last of an epoch may be smaller; processes that share rows draw
-    # batches of their own all the same, and train on each of them together
+    processes_per_row = 1 if parallel is None else parallel.sp_size
     size = config.per_device_train_batch_size
+    rows_per_step = size * config.gradient_accumulation_steps * (processes // processes_per_row)
+    if not isinstance(rows, datasets.Dataset):
+        return Plan(None, processes, rows_per_step, config.max_steps, None, layout, reason)
+
+    # optimizer steps as HF's Trainer counts them: the last of an epoch may be smaller. Processes that share rows still
+    # read different batches, and train on each of them together
     batches = len(rows) / (size * processes)
     batches = math.floor(batches) if config.dataloader_drop_last else math.ceil(batches)
-    in_epoch = max(math.ceil(batches * sharing / config.gradient_accumulation_steps), 1)
-    steps = math.ceil(in_epoch * config.num_train_epochs)
+    steps_per_epoch = max(math.ceil(batches * processes_per_row / config.gradient_accumulation_steps), 1)
+    steps = math.ceil(steps_per_epoch * config.num_train_epochs)
     epochs = config.num_train_epochs
     if config.max_steps > 0:
         steps = config.max_steps
-        epochs = config.max_steps / in_epoch
-    per_step = min(per_step, len(rows))
-    # tokens, padding and what shared prompts save, of micro-batches drawn at random
+        epochs = config.max_steps / steps_per_epoch
+    rows_per_step = min(rows_per_step, len(rows))
+
+    # tokens, padding and savings by shared prompts, measured on random micro-batches
     order = np.random.default_rng(0).permutation(len(rows))[: size * MICRO_BATCHES].tolist()
     counts = np.zeros(4)
     for start in range(0, len(order), size):
         examples = planned_examples([rows[n] for n in order[start : start + size]], trainer_class, config)
         # the packed layout has no padding, and a copy of the prompt for each answer
-        options = {"row_multiple": multiple, "batch_class": trainer_class.collator_class.batch_class}
+        options: Any = {"row_multiple": multiple, "batch_class": trainer_class.collator_class.batch_class}
         batch, packed = (layouts.collate(examples, name, **options) for name in (layout, "packed"))
         weights = batch.router_weights  # 0 on padding alone
         counts += [int((weights > 0).sum()), len(batch.scored), weights.numel(), packed.input_ids.numel()]
@@ -94,13 +112,13 @@ def plan(
     return Plan(
         len(rows),
         processes,
-        per_step,
+        rows_per_step,
         steps,
         epochs,
         layout,
-        why,
-        round(tokens / len(order) * per_step),
-        round(trained / len(order) * per_step),
+        reason,
+        round(tokens / len(order) * rows_per_step),
+        round(trained / len(order) * rows_per_step),
         padding=1 - tokens / positions,
         saved=1 - tokens / separate,
         rounds=_describe_rounds(config, len(rows), steps),
@@ -108,25 +126,29 @@ def plan(
 
 
 def _describe_rounds(config: PostTrainConfig, prompts: int, steps: int) -> str:
-    """The rounds of a run in a line."""
+    """Return a line about the rounds of a run; empty without rounds."""
     rounds = getattr(config, "rounds", None)
     if rounds is None:
         return ""
-    each = f"{rounds.num_generations} answers to each prompt, judged by {rounds.judge}"
+    answers = f"{rounds.num_generations} answers to each prompt, judged by {rounds.judge}"
     if rounds.steps:
-        return f"rounds of {rounds.steps} steps: {each}; rows are prompts"
+        return f"rounds of {rounds.steps} steps: {answers}; rows are prompts"
     if (count := number_of_rounds(rounds, steps)) < 1:
         return ""
-    fewer = f", and not {rounds.count}, of which each takes a step" if count < rounds.count else ""
+    fewer = f" (instead of {rounds.count}, because each takes a step)" if count < rounds.count else ""
     about = "about " if steps % count else ""
-    return f"{count} rounds of {about}{round(steps / count)} steps{fewer} over {prompts} prompts: {each}"
+    return f"{count} rounds{fewer} of {about}{round(steps / count)} steps over {prompts} prompts: {answers}"
 
 
-def planned_examples(rows: list[dict], trainer_class: type[PostTrainer], config: Any) -> list[Example]:
-    """The examples of prepared rows; rollouts that are yet to be sampled have full length."""
+def planned_examples(
+    rows: Sequence[dict[str, Any]], trainer_class: type[PostTrainer], config: PostTrainConfig
+) -> list[Example]:
+    """Return the examples of prepared rows. Rollouts that are yet to be sampled have the largest length."""
+    options: Any = config
     if rounds := getattr(config, "rounds", None):
-        rows = [made for row in rows for made in planned_rows(row, trainer_class.method, rounds)]
+        rows = [planned for row in rows for planned in planned_rows(row, trainer_class.method, rounds)]
     examples = [example for row in rows for example in trainer_class.examples(row)]
     if not trainer_class.method.rows.sampled:
         return examples
-    return [Example(e.prompt, [Branch([0] * config.max_completion_length)] * config.num_generations) for e in examples]
+    branches = [Branch([0] * options.max_completion_length)] * options.num_generations
+    return [Example(example.prompt, branches) for example in examples]

@@ -1,4 +1,4 @@
-"""Bytes of the tensors that a forward keeps for its backward."""
+"""Bytes of the tensors that a forward saves for its backward."""
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
@@ -8,20 +8,23 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 class SavedTensorCounter:
-    """Counts what autograd keeps, each memory once, without that of the model's own weights and buffers."""
+    """Counts the bytes that autograd saves. Each storage counts once, and the model's own weights and buffers do not.
 
-    def __init__(self, own: Iterable[Tensor]):
+    own: the weights and buffers of the model.
+    """
+
+    def __init__(self, own: Iterable[Tensor]) -> None:
         self.bytes = 0
-        # they stay here, so that none takes the place of another
+        # references keep the storages alive, so that ids are not reused
         self.known = {id(storage): storage for storage in (tensor.untyped_storage() for tensor in own)}
 
     def add(self, tensor: Tensor) -> Tensor:
-        """The tensor itself, counted."""
+        """Count a tensor, and return it."""
         storage = tensor.untyped_storage()
         self.bytes += storage.nbytes() * (id(storage) not in self.known)
         self.known[id(storage)] = storage
         return tensor
 
     def counting(self) -> AbstractContextManager:
-        """Inside, all is counted that autograd keeps."""
+        """Return a context in which all tensors that autograd saves are counted."""
         return saved_tensors_hooks(self.add, lambda tensor: tensor)

@@ -1,7 +1,7 @@
-"""Bytes that pictures take: what a vision tower keeps of them, and their features.
+"""Bytes that images need: activations of a vision encoder, and its features.
 
-Towers compute with values (how many patches a picture has, which tiles are padding), so they do not run on shapes
-alone. One of a tower's layers does run here, on one small picture: its other layers are like it, and bytes grow with
+Vision encoders compute with values (the number of patches of an image, the tiles that are padding), so they cannot run
+on shapes alone. One layer of an encoder runs here on one small image. Its other layers are alike, and bytes grow with
 the number of features.
 """
 
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from ..data.images import ImageReader
 from ..scoring.forward import is_vision_parameter, vision_weights
@@ -20,24 +21,24 @@ from .saved_tensors import SavedTensorCounter
 
 @dataclass(frozen=True)
 class VisionMemory:
-    """Bytes of a tower for each token of features that pictures become."""
+    """Bytes of a vision encoder for each token of image features."""
 
-    given: float  # pixels, and the features that the language model is given
-    outside: float  # kept before its layers and behind them
-    layer: float  # kept in a layer
+    inputs: float  # pixels, and the features that the language model gets
+    outside: float  # saved before and after the layers
+    layer: float  # saved in a layer
     hidden: float  # the input of a layer
     layers: int
     trained: bool
 
-    def kept(self, every: int) -> float:
-        """What a forward keeps for its backward; every: as in `Shapes.training`."""
-        again = len(range(0, self.layers, every)) if every else 0
-        kept = self.outside + self.layer * (self.layers - again) + self.hidden * again
-        return kept if self.trained else 0.0
+    def saved(self, every: int) -> float:
+        """Return the bytes that a forward saves for its backward. every: as in `Shapes.training`."""
+        recomputed = len(range(0, self.layers, every)) if every else 0
+        saved = self.outside + self.layer * (self.layers - recomputed) + self.hidden * recomputed
+        return saved if self.trained else 0.0
 
 
 def vision_layers(model: nn.Module) -> nn.ModuleList:
-    """The layers of a model's tower."""
+    """Return the layers of a model's vision encoder."""
     lists = (
         part
         for name, part in model.named_modules()
@@ -46,48 +47,53 @@ def vision_layers(model: nn.Module) -> nn.ModuleList:
     return max(lists, key=len)
 
 
-def measure_vision_memory(model: Any, reader: ImageReader, dtype: torch.dtype | None) -> VisionMemory:
-    """The tower of a causal LM on the meta device, trained or not as its parameters are. dtype: it computes in that,
-    None: in its own.
+def measure_vision_memory(model: PreTrainedModel, reader: ImageReader, dtype: torch.dtype | None) -> VisionMemory:
+    """Return the bytes of the vision encoder of a causal LM on the meta device.
+
+    Args:
+        model: The causal LM. The encoder counts as trained if its parameters require gradients.
+        reader: Reader of images for this model.
+        dtype: Dtype in which the encoder computes; None for that of its weights.
     """
-    vision = vision_weights(model)
-    trained = any(weight.requires_grad for weight in vision)
-    size = (dtype or vision[0].dtype).itemsize / 4
+    weights = vision_weights(model)
+    trained = any(weight.requires_grad for weight in weights)
+    scale = (dtype or weights[0].dtype).itemsize / 4
+
     # a copy with one layer and weights of zero, in float32
-    model = copy.deepcopy(model).float().requires_grad_(True)
-    layers = vision_layers(model)
+    copied: Any = copy.deepcopy(model).float().requires_grad_(True)
+    layers = vision_layers(copied)
     count = len(layers)
     del layers[1:]
-    for name, part in model.named_modules():
-        if is_vision_parameter(
-            model, f"{name}.any"
-        ):  # it may have weights of the tower of its own, and the language model in it
+    for name, part in copied.named_modules():
+        # a module may have weights of the encoder itself, and contain the language model
+        if is_vision_parameter(copied, f"{name}.any"):
             part.to_empty(device="cpu", recurse=False)
             for values in (*part.parameters(recurse=False), *part.buffers(recurse=False)):
                 values.detach().zero_()
-    picture = reader.blank_tensors
-    if picture["pixel_values"].dim() == 5:  # it is tiles: [pictures, tiles, channels, height, width]
-        picture = {name: value[:, :1] for name, value in picture.items()}
+    image = reader.blank_tensors
+    if image["pixel_values"].dim() == 5:  # tiles: [images, tiles, channels, height, width]
+        image = {name: value[:, :1] for name, value in image.items()}
 
-    # bytes of the layer's input, and what is kept as it begins and ends
-    kept = SavedTensorCounter(model.parameters())
+    # bytes of the layer's input, and of all that is saved before and after the layer
+    counter = SavedTensorCounter(copied.parameters())
     marks = []
-    layers[0].register_forward_pre_hook(lambda _, given: marks.extend([given[0].nbytes, kept.bytes]))
-    layers[0].register_forward_hook(lambda *_: marks.append(kept.bytes))
-    with kept.counting():
-        found = model.base_model.get_image_features(**picture, return_dict=True).pooler_output
-    made: Sequence[Tensor] = found if isinstance(found, list | tuple) else [found]
+    layers[0].register_forward_pre_hook(lambda _, inputs: marks.extend([inputs[0].nbytes, counter.bytes]))
+    layers[0].register_forward_hook(lambda *_: marks.append(counter.bytes))
+    with counter.counting():
+        output = copied.base_model.get_image_features(**image, return_dict=True).pooler_output
+    features: Sequence[Tensor] = output if isinstance(output, list | tuple) else [output]
     # Qwen3-VL gives features of some of its layers to layers of the language model
-    deep = len(getattr(model.config.vision_config, "deepstack_visual_indexes", ()))
-    hidden, begun, ended = marks
-    features = (1 + deep) * sum(one.nbytes for one in made)
-    rows = sum(one.flatten(0, -2).shape[0] for one in made)
-    each = size / rows
+    deepstack = len(getattr(copied.config.vision_config, "deepstack_visual_indexes", ()))
+
+    hidden, before, after = marks
+    feature_bytes = (1 + deepstack) * sum(feature.nbytes for feature in features)
+    tokens = sum(feature.flatten(0, -2).shape[0] for feature in features)
+    per_token = scale / tokens
     return VisionMemory(
-        given=picture["pixel_values"].nbytes / rows + each * features,
-        outside=each * (kept.bytes - ended + begun),
-        layer=each * (ended - begun),
-        hidden=each * hidden,
+        inputs=image["pixel_values"].nbytes / tokens + per_token * feature_bytes,
+        outside=per_token * (counter.bytes - after + before),
+        layer=per_token * (after - before),
+        hidden=per_token * hidden,
         layers=count,
         trained=trained,
     )

@@ -87,7 +87,7 @@ def test_what_is_not_read_is_said_once_of_each_data_set(folder, no_weights, caps
         write_rows(folder / file, [{"messages": turns, "extra": file}] * 3)
     run.main(["recipe.yaml", "--check"])
     shown = capsys.readouterr().out
-    for said in ("makes no use of: key 'name' (in 3 examples)", "columns not read: extra", "all turns are trained"):
+    for said in ("does not use: key 'name' (in 3 examples)", "columns not read: extra", "all turns are trained"):
         assert (shown + caplog.text).count(said) == 2
 
 
@@ -137,7 +137,10 @@ def test_an_adapter_that_is_continued_is_counted_as_a_new_one(folder, capsys, ki
     assert "It can run." in capsys.readouterr().out
     peft.PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM").save_pretrained("prompt")
     assert run.main(["recipe.yaml", "--check", "model={name_or_path: tiny, adapter: prompt}"]) == 2
-    assert "adapter prompt: PROMPT_TUNING is not supported. Use an adapter that acts only inside layers" in capsys.readouterr().err
+    assert (
+        "adapter prompt: PROMPT_TUNING is not supported. Use an adapter that acts only inside layers"
+        in capsys.readouterr().err
+    )
 
 
 def test_fewer_rows_than_a_step_takes_are_the_step(folder):
@@ -286,7 +289,7 @@ def test_answers_that_opd_trains_in_part_are_shown_as_trained(folder):
 def test_what_the_template_does_not_write_is_said_once(folder):
     messages = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4", "weight": 1}]
     write_rows(folder / "rows.jsonl", [{"messages": messages}])
-    assert str(checked("data.eval=null")).count("the chat template makes no use of: key 'weight'") == 1
+    assert str(checked("data.eval=null")).count("the chat template does not use: key 'weight'") == 1
 
 
 def test_a_misspelt_switch_of_the_template_is_named_where_it_stands(folder):
@@ -314,7 +317,7 @@ def test_edges_are_counted(folder):
     assert (found.ended, found.answers) == (2, 3)
     assert found.stops == {259: "<|im_end|>", 257: "</s>"}
     assert found.pad_is_eos
-    assert [w.partition(":")[0] for w in found.warnings()] == ["1 of 3 examples begin with <s> twice"]
+    assert [w.partition(". ")[0] for w in found.warnings()] == ["1 of 3 examples begin with <s> twice"]
 
 
 @pytest.mark.parametrize("role", ["bos_token", "pad_token"])
@@ -342,7 +345,7 @@ def test_padding_tokens_within_examples_are_warned_of(folder):
     write_rows(folder / "rows.jsonl", [{"prompt_ids": [1], "completion_ids": i} for i in ids])
     found = checked("data.eval=null").tokens
     assert found.padded == 2
-    assert any(w.startswith("2 of 3 examples hold the padding token <|endoftext|>") for w in found.warnings())
+    assert any(w.startswith("2 of 3 examples contain the padding token <|endoftext|>") for w in found.warnings())
 
 
 def test_the_teachers_own_prompts_are_compared(folder):
@@ -351,7 +354,7 @@ def test_the_teachers_own_prompts_are_compared(folder):
     same, other = (checked(*opd, f"teacher.name_or_path={name}").tokens for name in ("tiny", "other"))
     assert (same.differing_prompts, other.differing_prompts) == (0, 2)
     assert same.teacher_stops == {258: "<|im_end|>"}
-    assert any("the teacher's own template writes 2 of the first 3 prompts otherwise" in w for w in other.warnings())
+    assert any("the teacher's own template renders 2 of the first 3 prompts differently" in w for w in other.warnings())
 
 
 def test_what_ends_an_answer_of_both_models_is_listed(folder):
@@ -386,12 +389,12 @@ def test_tokens_that_face_one_of_the_teachers_are_counted(folder):
     assert found.tokens.alignment == {"one_to_one": one, "unaligned": 0.0}
     assert 0 < one < 1
     lines = [*found.tokens.lines()]
-    said = f"alignment: {one:.1%} of the trained tokens face one token of the teacher, 0.0% have no common text"
+    said = f"alignment: {one:.1%} of the trained tokens align with one token of the teacher, 0.0% have no common text"
     assert said in lines
     assert any(line.startswith(f"compared in full: at most {one:.1%}, ") for line in lines)
     measured = found.probe.alignment
     assert 0 <= measured["align/in_full"] <= measured["align/one_to_one"] <= 1
-    assert any("face one token of the teacher" in line for line in found.probe.lines())
+    assert any("align with one token of the teacher" in line for line in found.probe.lines())
     same = checked(*ACROSS, "teacher={name_or_path: other, from_scratch: true, own_tokenizer: true}", with_probe=True)
     assert same.tokens.alignment is None
     assert same.probe.alignment is None
@@ -462,7 +465,7 @@ def test_a_probe_sees_rollouts_of_another_distribution(folder, monkeypatch):
     cold = lambda *args, temperature=None, **options: real(*args, temperature=0.1, **options)  # noqa: E731
     monkeypatch.setattr(rollout, "generate", cold)
     warnings = [*checked(*OPD, with_probe=True).probe.warnings()]
-    assert any("standard errors from what the student would sample: what samples them has other" in w for w in warnings)
+    assert any("standard errors from the student's distribution. The sampler has other" in w for w in warnings)
 
 
 def test_probe_runs_the_longest_rows_for_real_and_leaves_nothing(folder, monkeypatch):
@@ -528,7 +531,7 @@ def test_activation_checkpointing_is_shown_as_a_run_chooses_it(asked, gib, expec
     """A GPU that has room for all activations goes without, where the recipe leaves it open."""
     changes = [f"train.activation_checkpointing={value}" for value in asked.values()]
     zero2 = Path(run.__file__).parents[1] / "accelerate_configs/zero2.yaml"
-    found = checked(*changes, config_file=zero2, device_memory=gib)
+    found = checked(*changes, config_file=zero2, memory_gib=gib)
     assert {**found.defaulted, **found.given}["activation_checkpointing"] is expected
 
 
@@ -574,7 +577,7 @@ def rows_of(batch, n):
 def test_a_processor_that_multiplies_bf16_is_named(has, given, said, folder, monkeypatch):
     notes = [note for note in check(load_recipe("recipe.yaml", given)).notes if "train.bf16=true" in note]
     assert not notes  # so small a model is not quicker
-    monkeypatch.setattr("hf_posttrain.check._WIDE", 1)
+    monkeypatch.setattr("hf_posttrain.check._BF16_MIN_WIDTH", 1)
     monkeypatch.setattr("hf_posttrain.scoring.cpu.bf16_instructions", lambda: has)
     notes = [note for note in check(load_recipe("recipe.yaml", given)).notes if "train.bf16=true" in note]
     assert [f"this processor has {has}" in note for note in notes] == [True] * said

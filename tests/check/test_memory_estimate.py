@@ -37,7 +37,7 @@ from hf_posttrain.check.placement import (
     model_bytes,
     state_bytes,
 )  # fmt: skip
-from hf_posttrain.data.lengths import longest
+from hf_posttrain.data.lengths import longest_rows
 from hf_posttrain.errors import InputError
 from hf_posttrain.methods import METHODS as TABLE
 from hf_posttrain.models.config import ModelSection
@@ -120,7 +120,7 @@ def test_deepspeeds_own_file_is_refused_and_empty_sections_are_none(tmp_path):
     (tmp_path / "x.yaml").write_text(yaml.safe_dump(asked))
     assert engine_from_file(tmp_path / "x.yaml") == Engine("zero2", 8, gpu=True)
     (tmp_path / "x.yaml").write_text(yaml.safe_dump(asked | {"deepspeed_config": {"deepspeed_config_file": "z.json"}}))
-    with pytest.raises(InputError, match="deepspeed_config_file is not read here"):
+    with pytest.raises(InputError, match="deepspeed_config_file is not supported by --check"):
         engine_from_file(tmp_path / "x.yaml")
 
 
@@ -213,8 +213,8 @@ def test_a_prompts_keys_are_kept_for_each_of_its_answers(tmp_path):
 def test_the_longest_rows_come_first():
     rows = datasets.Dataset.from_list([{"prompt_ids": [1] * n, "completion_ids": [2] * (9 - n)} for n in (3, 8, 5)])
     rows = rows.add_column("chosen_ids", [[1], [1, 1, 1], [1, 1]])
-    assert [len(row["chosen_ids"]) for row in longest(rows, 2)] == [3, 2]
-    assert [len(row["prompt_ids"]) for row in longest(rows, 1, ("prompt_ids",))] == [8]
+    assert [len(row["chosen_ids"]) for row in longest_rows(rows, 2)] == [3, 2]
+    assert [len(row["prompt_ids"]) for row in longest_rows(rows, 1, ("prompt_ids",))] == [8]
 
 
 # ---- whole recipes
@@ -405,7 +405,7 @@ def test_a_judge_is_on_a_gpu_while_it_judges_or_stays(section, stays, tmp_path):
     def estimate(**judge):
         given = prepared(path, "rounds=" + json.dumps(section | judge))
         given[0].train.pop("use_cpu")
-        return memory.estimate(*given, engine=Engine("single", gpu=True), gib=80).phases
+        return memory.estimate(*given, engine=Engine("single", gpu=True), memory_gib=80).phases
 
     found = estimate(judge={"by": "model", "name": str(tmp_path / "judge")})
     without = estimate(judge={"by": "function", "name": f"{__name__}:lengths"})
@@ -426,14 +426,14 @@ def test_what_does_not_fit_gets_advice(tmp_path):
     assert not fits.advice
     assert fits.batch == {"rows": 4, "tokens": 4 * (PROMPT + ANSWER - 1), "layout": "shared"}
 
-    tight = memory.estimate(*given, gib=fits.total / 2**30 - 0.01)
+    tight = memory.estimate(*given, memory_gib=fits.total / 2**30 - 0.01)
     [warning] = tight.warnings()
     assert "training step needs about" in warning
     assert tight.advice[0].startswith("train.activation_checkpointing=true: ")
     assert tight.advice[-1].endswith("which fits")
 
-    hopeless = memory.estimate(*given, gib=0.001)
-    assert hopeless.advice[-1].startswith("what is left")
+    hopeless = memory.estimate(*given, memory_gib=0.001)
+    assert hopeless.advice[-1].startswith("remaining options")
 
 
 def run_of(engine, **config):
@@ -481,7 +481,7 @@ def test_engines_are_offered_up_to_the_one_that_keeps_all_in_host_memory(now, ki
 def test_a_laptop_knows_what_eight_gpus_would_hold(tmp_path):
     given = prepared(write_recipe(tmp_path, "tiny"))
     given[0].train.pop("use_cpu")  # bf16 then, as GPUs have it
-    found = memory.estimate(*given, engine=Engine("zero2", 8, gpu=True), gib=80)
+    found = memory.estimate(*given, engine=Engine("zero2", 8, gpu=True), memory_gib=80)
     weights = sum(p.numel() for p in tf.AutoModelForCausalLM.from_config(tf.AutoConfig.from_pretrained(
         given[0].model.name_or_path)).parameters())  # fmt: skip
     assert (found.parameters, found.gradients) == (2 * weights, 2 * weights // 8)

@@ -510,8 +510,8 @@ def test_check_says_what_pictures_cost(tmp_path, monkeypatch, capsys):
     assert run.main(["recipe.yaml", "--check"]) == 0
     page = " ".join(capsys.readouterr().out.split())
     assert "memory on each device" in page
-    assert "activations are not in it" not in page
-    assert "pictures: 6 in 6 examples, 11 tokens each on average, from 8 of" in page
+    assert "not included: activations" not in page
+    assert "images: 6 in 6 examples, 11 tokens each on average, from 8 of" in page
     assert "to 12 of 512 x 600" in page
     assert "12 x <|image_pad|>" in page
     assert run.main(["recipe.yaml"]) == 0

@@ -111,7 +111,7 @@ def test_check_says_that_a_server_is_not_there(home, capsys):
     assert run.main([recipe("kd", served, **TOP_K), "--check"]) == 1
     page = " ".join(capsys.readouterr().out.split())
     assert "teacher.url: no server answers at http://127.0.0.1:9" in page
-    assert page.endswith("It could not run now: see what is said of its servers.")
+    assert page.endswith("It cannot run now. See the warnings about its servers.")
     with Serving(tiny_model("qwen3", 1)) as server:
         path = recipe("kd", {**served, "url": server.url}, **TOP_K, temperature=0.7)
         assert run.main([path, "--check"]) == 1
@@ -143,7 +143,7 @@ def test_check_says_that_a_server_is_not_there(home, capsys):
         ("opd", {**LOCAL, "url": "http://127.0.0.1:9"}, None, TOP_K, "teacher.url: no server answers"),
         ("opd", {**LOCAL, "url": "localhost:9"}, None, TOP_K, "must be a URL such as http"),
         ("opd", {**LOCAL, "url": "http://x", "quantization": "4bit"}, None, {}, "teacher.url, whose server has loaded"),
-        ("opd", None, {"maths": LOCAL}, {}, "column 'teacher': 'code' is none of the teachers; valid"),
+        ("opd", None, {"maths": LOCAL}, {}, "column 'teacher': unknown teacher 'code'; valid"),
         ("opd", {"name_or_path": "other"}, None, {}, "student and teacher have different vocabularies"),
         ("opd", {"name_or_path": "other", "own_tokenizer": True}, None, TOP_K, "by chunks of text"),
         ("kd", {"name_or_path": "other", "own_tokenizer": True}, None, {"temperature": 2.0}, "temperature=2 cannot be"),
