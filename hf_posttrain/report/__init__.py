@@ -1,4 +1,4 @@
-"""What a run leaves for people to read: report.html, curves.png and a model card, made from its folder alone.
+"""Report of a run: report.html, curves.png and a model card, which are generated from the files in its folder.
 
     trainer = DPOTrainer(...)
     report.follow(trainer)
@@ -6,7 +6,7 @@
     trainer.save_model(), trainer.save_state()
     report.write(trainer.args.output_dir)
 
-matplotlib and jinja2 are imported when something is written.
+matplotlib and jinja2 are only imported when a report is written.
 """
 
 import logging
@@ -22,9 +22,12 @@ logger = logging.getLogger(__name__)
 
 
 def follow(trainer: "TrainerInterface") -> None:
-    """Keep run.json and samples.json for the report: how a run is set up, what it is warned of, its sample answers.
+    """Write run.json and samples.json during a run: its settings and warnings, and its sample answers.
 
-    trainer: a PostTrainer, which gets two callbacks. Called before `train()`, on all ranks.
+    Call this before `train()`, on all ranks.
+
+    Args:
+        trainer: A PostTrainer, to which two callbacks are added.
     """
     from .callbacks import RunRecord, SampleCallback
 
@@ -33,10 +36,16 @@ def follow(trainer: "TrainerInterface") -> None:
 
 
 def write(folder: str | Path) -> None:
-    """Make report.html, curves.png and README.md of the run in `folder`, finished, stopped or running, from its files.
+    """Write report.html, curves.png and README.md of a run that is finished, stopped or running.
 
-    Called by one process. A README.md that somebody wrote stays, and the model card goes into README.hf_posttrain.md.
-    Raises InputError where the folder holds no run, or a file of it cannot be read.
+    Call this in one process. A README.md that was written by a user is kept, and the model card is written to
+    README.hf_posttrain.md instead.
+
+    Args:
+        folder: Output folder of the run.
+
+    Raises:
+        InputError: If the folder contains no run, or a file that cannot be read.
     """
     from . import card, charts, page
     from .run_folder import read_run

@@ -1,8 +1,9 @@
-"""Keep files in output_dir while a run trains, for its report.
+"""Callbacks that write files for the report to output_dir during a run.
 
-run.json: how the run is set up, on which machine, and what it was warned of. samples.json: greedy answers to a few
-prompts before the first step and after the last; the generators' state is restored, so that training gives the same
-numbers with and without, and the time counts into train_runtime. An error is a warning, unless other ranks would wait.
+run.json contains the settings of the run, its machine and its warnings. samples.json contains greedy answers to a few
+prompts before the first step and after the last one. The state of the random generators is restored, so that the
+results of training do not depend on the samples. Their time counts towards train_runtime. An error becomes a warning,
+unless other ranks would wait.
 """
 
 import json
@@ -27,7 +28,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from .. import __version__
 from ..data.chat import has_template_tokens
 from ..data.dataset_type import AnyDatasets
-from ..data.lengths import flat_ids
+from ..data.lengths import flat_token_ids
 from ..engines import engine, launch
 from ..errors import InputError
 from ..generation import rollout
@@ -44,7 +45,7 @@ from .run_folder import command_line
 logger = logging.getLogger(__name__)
 package_logger = logging.getLogger("hf_posttrain")
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "tokenizers")
-SHARED_ARGUMENTS = {  # fields of TrainingArguments that a reader wants; all others are kept where they are not the default
+SHARED_ARGUMENTS = {  # fields of TrainingArguments that are always recorded; others only with a non-default value
     "learning_rate",
     "lr_scheduler_type",
     "warmup_steps",
@@ -63,32 +64,52 @@ SHARED_ARGUMENTS = {  # fields of TrainingArguments that a reader wants; all oth
     "neftune_noise_alpha",
     "seed",
 }
-_OF_PEFT = ("peft_version", "task_type", "base_model_name_or_path", "auto_mapping", "revision", "inference_mode")
-_OF_OPTIMIZERS = ("learning_rate", "optim", "adam_", "weight_decay")
-NUM_SAMPLES = 4  # sample answers
-MAX_NEW_TOKENS = 96  # tokens of an answer, at most
-MAX_PROMPT_TOKENS = 16  # tokens that a text without a prompt is continued from, at most
-FAILED = "sample answers are missing"
+_INTERNAL_PEFT_FIELDS = (
+    "peft_version",
+    "task_type",
+    "base_model_name_or_path",
+    "auto_mapping",
+    "revision",
+    "inference_mode",
+)
+_OPTIMIZER_OPTIONS = ("learning_rate", "optim", "adam_", "weight_decay")
+"""Options, or prefixes of options, that do not apply to an optimizer of the user."""
+NUM_SAMPLES = 4
+"""Number of sample answers."""
+MAX_NEW_TOKENS = 96
+"""Maximum length of a sample answer."""
+MAX_PROMPT_TOKENS = 16
+"""Maximum number of tokens of a text without a prompt that serve as the prompt."""
+MISSING_SAMPLES = "sample answers are missing"
 
 
 @contextmanager
-def warn_on_error(consequence: str, raised: bool = False) -> Iterator[None]:
-    """An error inside becomes a warning that begins with `consequence`, and the run goes on. raised: let it out."""
+def warn_on_error(consequence: str, reraise: bool = False) -> Iterator[None]:
+    """Log an error that is raised inside as a warning.
+
+    Args:
+        consequence: Start of the warning.
+        reraise: Whether to raise the error instead.
+    """
     try:
         yield
     except Exception as error:
-        if raised:
+        if reraise:
             raise
         logger.warning("%s: %s: %s", consequence, type(error).__name__, error)
 
 
 class RunRecord(TrainerCallback):
-    """Writes run.json on the first process: at the start of training and with each warning of this library.
+    """Callback that writes run.json on the first process, at the start of training and with each warning.
 
-    A resumed run keeps its start and its earlier warnings; a fresh one removes results and samples of an earlier run.
+    A resumed run keeps its start time and its earlier warnings. A new run removes the results and samples of an earlier
+    run in the same folder.
+
+    Args:
+        trainer: A PostTrainer.
     """
 
-    def __init__(self, trainer: TrainerInterface):
+    def __init__(self, trainer: TrainerInterface) -> None:
         self.trainer = trainer
         self.file = Path(trainer.args.output_dir, "run.json")
         self.record: dict[str, Any] = {}
@@ -97,19 +118,20 @@ class RunRecord(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        """Write run.json, and start to record warnings."""
         if not state.is_world_process_zero:
             return
-        # A run that ended in an error has left its handler, and must not hear the warnings of this one.
-        for handler in [one for one in package_logger.handlers if isinstance(one, WarningRecorder)]:
+        # The handler of a run that ended with an error must not record the warnings of this run.
+        for handler in [item for item in package_logger.handlers if isinstance(item, WarningRecorder)]:
             package_logger.removeHandler(handler)
-        # A fresh run might never write these, and those of an earlier run must not pass for its own.
+        # A new run may not write these files, and must not appear to have the results of an earlier run.
         for name in () if state.global_step else ("samples.json", "all_results.json", "evaluations.json"):
-            with warn_on_error(f"{name} of an earlier run stays"):
+            with warn_on_error(f"{name} of an earlier run cannot be removed"):
                 self.file.with_name(name).unlink(missing_ok=True)
         with warn_on_error("run.json is missing"):
             self.record = describe_run(self.trainer) | {"warnings": []}
             if state.global_step and self.file.exists():
-                with warn_on_error("run.json begins anew"):
+                with warn_on_error("run.json lacks the start and the warnings of the resumed run"):
                     earlier = json.loads(self.file.read_text(encoding="utf-8"))
                     warnings = [warning for warning in earlier["warnings"] if warning["step"] <= state.global_step]
                     self.record |= {"started": earlier["started"], "warnings": warnings}
@@ -119,23 +141,28 @@ class RunRecord(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        """Stop to record warnings."""
         package_logger.removeHandler(self.handler)
 
     def add_warning(self, message: str) -> None:
-        """Keep a warning with the step that it came at, once."""
+        """Record a warning with its step, unless the same one is recorded already."""
         if all(message != warning["message"] for warning in self.record["warnings"]):
             self.record["warnings"].append({"step": self.trainer.state.global_step, "message": message})
             write_json(self.file, self.record)
 
 
 class WarningRecorder(logging.Handler):
-    """Hands warnings of the library's loggers to a Record, as long as that lives: the loggers keep no trainer."""
+    """Handler that adds the warnings of this package to a RunRecord, to which it has only a weak reference.
 
-    def __init__(self, owner: RunRecord):
+    Otherwise the loggers would keep the trainer alive.
+    """
+
+    def __init__(self, owner: RunRecord) -> None:
         super().__init__(logging.WARNING)
         self.owner = weakref.ref(owner)
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Add a warning to the owner."""
         try:
             if (owner := self.owner()) is not None:
                 owner.add_warning(record.getMessage())
@@ -143,55 +170,56 @@ class WarningRecorder(logging.Handler):
             self.handleError(record)
 
 
-def describe_run(trainer: Any) -> dict[str, Any]:
-    """Method, base model, arguments, weights, machine and versions of a PostTrainer that is about to train; as JSON."""
+def describe_run(trainer: TrainerInterface) -> dict[str, Any]:
+    """Return the method, base model, arguments, weights, machine and versions of a run, as values of JSON."""
     args = trainer.args
     model = scoring.unwrap_model(trainer.model)
     name = scoring.causal_lm(model).config.name_or_path
     left_out = {field.name for field in fields(TrainingArguments)} - SHARED_ARGUMENTS - non_default_fields(args).keys()
-    left_out |= {"output_dir", "gradient_checkpointing"}  # the latter is activation_checkpointing
+    left_out |= {"output_dir", "gradient_checkpointing"}  # the latter is recorded as activation_checkpointing
     weights = [
         (_count_values(weight), weight.requires_grad)
         for name, weight in model.named_parameters()
         if f".{REFERENCE_ADAPTER}." not in name
     ]
     arguments = {field.name: getattr(args, field.name) for field in fields(args) if field.name not in left_out}
-    if trainer.own_optimizer and trainer.optimizer is not None:
-        held: Any = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
-        rates = sorted({group.get("initial_lr", group["lr"]) for group in held.param_groups})
-        arguments = {name: value for name, value in arguments.items() if not name.startswith(_OF_OPTIMIZERS)}
-        arguments |= {"optim": type(held).__name__, "learning_rate": rates[0] if len(rates) == 1 else rates}
-    kind = f"{type(trainer).__module__}.{type(trainer).__qualname__}"
-    cuda = args.device.type == "cuda"
+    if trainer.has_custom_optimizer and trainer.optimizer is not None:
+        optimizer: Any = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+        rates = sorted({group.get("initial_lr", group["lr"]) for group in optimizer.param_groups})
+        arguments = {name: value for name, value in arguments.items() if not name.startswith(_OPTIMIZER_OPTIONS)}
+        arguments |= {"optim": type(optimizer).__name__, "learning_rate": rates[0] if len(rates) == 1 else rates}
+    class_name = f"{type(trainer).__module__}.{type(trainer).__qualname__}"
+    is_cuda = args.device.type == "cuda"
+
     lora = None
     if isinstance(model, peft.PeftModel):
-        given = model.active_peft_config.to_dict()
-        lora = {name: given.get(name) for name in ("peft_type", "r", "lora_alpha", "lora_dropout", "target_modules")}
-        chosen = non_default_fields(model.active_peft_config)
-        lora |= {name: value for name, value in chosen.items() if name not in {*lora, *_OF_PEFT}}
-        # PEFT may have spelt the modules out for each layer.
+        options = model.active_peft_config.to_dict()
+        lora = {name: options.get(name) for name in ("peft_type", "r", "lora_alpha", "lora_dropout", "target_modules")}
+        non_defaults = non_default_fields(model.active_peft_config)
+        lora |= {name: value for name, value in non_defaults.items() if name not in {*lora, *_INTERNAL_PEFT_FIELDS}}
+        # PEFT may list the modules of each layer
         if not isinstance(modules := lora["target_modules"], str | None):
             lora["target_modules"] = sorted({module.rpartition(".")[2] for module in modules})
     if rounds := getattr(args, "rounds", None):
-        arguments["num_train_epochs"] = args.passes  # as given: over the rows of a round
+        arguments["num_train_epochs"] = args.passes  # the option of the user, passes over the rows of a round
     return {
         "method": trainer.method.name,
-        "rounds": rounds and rounds.described(),
+        "rounds": rounds and rounds.fingerprint(),
         "base_model": name,
         "base_model_is_local": Path(name).exists(),
         "lora": lora,
         "arguments": arguments,
-        "trainer": None if kind.startswith(f"{package_logger.name}.") else kind,  # a class of the user's
+        "trainer": None if class_name.startswith(f"{package_logger.name}.") else class_name,  # a class of the user
         "weights": {"all": sum(n for n, _ in weights), "trained": sum(n for n, trained in weights if trained)},
-        "train_rows": trainer.described.get("train_dataset"),
+        "train_rows": trainer.run_description.get("train_dataset"),
         "eval_rows": describe_rows(trainer, trainer.eval_dataset),
         "chat": is_chat(trainer),
         "eval_answers": answers_key(trainer, trainer.eval_dataset),
-        # under ZeRO-3 the key is of this rank's part
+        # with ZeRO-3 the key would only describe the shard of this rank
         "second_model": None if engine.zero_stage(trainer.accelerator) == 3 else trainer.second_key,
         "rows_per_step": trainer.get_total_train_batch_size(args),
         "engine": launch.describe_launch(trainer).removeprefix("on engine "),
-        "device": torch.cuda.get_device_name(args.device) if cuda else f"{args.device.type} ({platform.machine()})",
+        "device": torch.cuda.get_device_name(args.device) if is_cuda else f"{args.device.type} ({platform.machine()})",
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command_line(),
         "commit": find_commit(),
@@ -201,41 +229,44 @@ def describe_run(trainer: Any) -> dict[str, Any]:
 
 
 def is_chat(trainer: TrainerInterface) -> bool | None:
-    """Did the training rows come through the chat template? None where that is not known."""
+    """Return whether the training rows were written by the chat template, or None if that is not known."""
     rows = trainer.train_dataset
     if not isinstance(rows, datasets.Dataset):
         return None
-    texts = {"prompt_ids", *trainer.method.rows.answers} & {*rows.column_names}  # and no candidates of a teacher
-    first = [i for ids in flat_ids(rows.select([0]).select_columns([*texts])) for i in ids.to_pylist()]
+    columns = {"prompt_ids", *trainer.method.rows.answers} & {*rows.column_names}  # without candidates of a teacher
+    first = [i for ids in flat_token_ids(rows.select([0]).select_columns([*columns])) for i in ids.to_pylist()]
     try:
         return has_template_tokens(trainer.tokenizer, first, trainer.args.chat_template_kwargs)
-    except InputError:  # the template takes no such conversation
+    except InputError:  # the template rejects the conversation of the test
         return None
 
 
-def _count_values(weight: Any) -> int:
-    """Of a weight, also where bitsandbytes packs two values of 4 bits into a byte, or ZeRO-3 keeps a shard of them."""
+def _count_values(weight: torch.Tensor) -> int:
+    """Return the number of values of a weight.
+
+    bitsandbytes packs two values of 4 bits into a byte, and ZeRO-3 stores a shard of the values.
+    """
     state = getattr(weight, "quant_state", None)
     return getattr(weight, "ds_numel", weight.numel()) if state is None else state.shape.numel()
 
 
 def non_default_fields(options: Any) -> dict[str, Any]:
-    """The fields of a dataclass with another value than their default, but for tokens and what JSON cannot hold."""
-    plain = str | int | float | bool | list | dict | None
-    found = {}
+    """Return the fields of a dataclass instance with a non-default value, without tokens and values that JSON lacks."""
+    json_types = str | int | float | bool | list | dict | None
+    values = {}
     for field in fields(options):
         default = field.default_factory() if callable(field.default_factory) else field.default
         value = getattr(options, field.name)
         value = sorted(value) if isinstance(value, set | tuple) else value
-        if field.init and value != default and isinstance(value, plain) and not field.name.endswith("_token"):
-            found[field.name] = value
-    return found
+        if field.init and value != default and isinstance(value, json_types) and not field.name.endswith("_token"):
+            values[field.name] = value
+    return values
 
 
 def find_commit() -> str | None:
-    """The git commit of the current folder, with a + where files differ from it; None where there is none."""
+    """Return the git commit of the current folder, with a + if files differ from it, or None without a repository."""
     try:
-        described = subprocess.run(
+        result = subprocess.run(
             ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"],
             capture_output=True,
             text=True,
@@ -244,97 +275,106 @@ def find_commit() -> str | None:
         )
     except (OSError, subprocess.SubprocessError):
         return None
-    return described.stdout.strip()
+    return result.stdout.strip()
 
 
 class SampleCallback(TrainerCallback):
-    """Asks before and after training; says in the log where it cannot."""
+    """Callback that writes sample answers from before and after training, or logs why there are none.
 
-    def __init__(self, trainer: TrainerInterface):
+    Args:
+        trainer: A PostTrainer.
+    """
+
+    def __init__(self, trainer: TrainerInterface) -> None:
         self.trainer = trainer
         self.file = Path(trainer.args.output_dir, "samples.json")
-        self.asked: list[tuple[Prompt, list[int]]] = []
+        self.prompts: list[tuple[Prompt, list[int]]] = []
+        """Prompts with the token ids of their right answers. Empty if samples are not possible."""
         self.samples: list[dict[str, Any]] = []
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """The engine is ready by now: the answers of before, or of a resumed run those that were kept."""
-        self.asked = []
+        """Generate the answers before training, or read them from the file of a resumed run.
+
+        The engine is ready at this point.
+        """
+        self.prompts = []
         self.samples = []
         trainer = self.trainer
-        resumed = state.global_step > 0
+        is_resumed = state.global_step > 0
         if problem := find_obstacle(trainer):
             logger.info("no sample answers before and after training: %s", problem)
             return
-        with warn_on_error(FAILED, raised=engine.shards(trainer.accelerator)):
-            asked = pick_prompts(trainer.train_dataset if trainer.eval_dataset is None else trainer.eval_dataset)
-            answers = [None] * len(asked) if resumed else self.generate(asked)
-            # Set only now: where this failed, on_train_end does not try again.
-            self.asked = asked
+        with warn_on_error(MISSING_SAMPLES, reraise=engine.shards_weights(trainer.accelerator)):
+            prompts = pick_prompts(trainer.train_dataset if trainer.eval_dataset is None else trainer.eval_dataset)
+            answers = [None] * len(prompts) if is_resumed else self.generate(prompts)
+            # set after generation, so that on_train_end does not try again if it failed
+            self.prompts = prompts
             if not state.is_world_process_zero:
                 return
             decode = trainer.tokenizer.decode
-            for (prompt, right), answer in zip(asked, answers, strict=True):
-                expected = {"expected": decode(right, skip_special_tokens=True)} if right else {}
+            for (prompt, reference), answer in zip(prompts, answers, strict=True):
+                expected = {"expected": decode(reference, skip_special_tokens=True)} if reference else {}
                 self.samples.append({"prompt": decode(prompt), "before": answer, "after": None} | expected)
-            if resumed:
-                # Whatever the file of the run that is resumed holds
+            if is_resumed:
                 with warn_on_error("sample answers from before training are missing"):
                     earlier = json.loads(self.file.read_text(encoding="utf-8")) if self.file.exists() else []
                     before = {sample["prompt"]: sample["before"] for sample in earlier}
                     for sample in self.samples:
                         sample["before"] = before.get(sample["prompt"])
                     if not all(sample["prompt"] in before for sample in self.samples):
-                        logger.info("no sample answers from before training: %s of that run lacks them", self.file)
-            with warn_on_error(FAILED):  # other ranks do not wait for the file
+                        logger.info("no sample answers from before training: %s lacks them", self.file)
+            with warn_on_error(MISSING_SAMPLES):  # other ranks do not wait for the file
                 write_json(self.file, self.samples)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """The answers of after; none where SIGTERM asks for a quick end."""
-        if not self.asked or self.trainer.preemption.happened:
+        """Generate the answers after training, unless SIGTERM requested an early end."""
+        if not self.prompts or self.trainer.preemption.preempted:
             return
-        with warn_on_error(FAILED, raised=engine.shards(self.trainer.accelerator)):
-            for sample, answer in zip(self.samples, self.generate(self.asked), strict=False):  # other ranks have none
+        with warn_on_error(MISSING_SAMPLES, reraise=engine.shards_weights(self.trainer.accelerator)):
+            answers = self.generate(self.prompts)
+            for sample, answer in zip(self.samples, answers, strict=False):  # other ranks have no samples
                 sample["after"] = answer
             if state.is_world_process_zero:
-                with warn_on_error(FAILED):
+                with warn_on_error(MISSING_SAMPLES):
                     write_json(self.file, self.samples)
 
-    def generate(self, asked: list[tuple[Prompt, list[int]]]) -> list[Any]:
-        """A text for each question on the first process, none on others; all ranks call it."""
+    def generate(self, prompts: list[tuple[Prompt, list[int]]]) -> list[Any]:
+        """Return one text per prompt on the first process, and none on others. All ranks call this."""
         trainer = self.trainer
-        prompts = [prompt for prompt, _ in asked] if trainer.is_world_process_zero() else []
+        rank_prompts = [prompt for prompt, _ in prompts] if trainer.is_world_process_zero() else []
         with rollout.seeded(trainer.accelerator.device, trainer.args.seed):
             try:
-                found = trainer.generate(prompts, MAX_NEW_TOKENS, batch_size=NUM_SAMPLES)
-            except InputError as error:  # a model that cannot, on one process as on all
+                answers = trainer.generate(rank_prompts, MAX_NEW_TOKENS, batch_size=NUM_SAMPLES)
+            except InputError as error:  # raised on all processes, for a model that cannot generate
                 logger.warning("no sample answers: %s", error)
-                return [None] * len(prompts)
-        texts = trainer.tokenizer.batch_decode(found, skip_special_tokens=True) if found else []
-        ends = trainer.terminal_ids
-        return [text if ids[-1] in ends else f"{text} …" for text, ids in zip(texts, found, strict=True)]
+                return [None] * len(rank_prompts)
+        texts = trainer.tokenizer.batch_decode(answers, skip_special_tokens=True) if answers else []
+        terminal_ids = trainer.terminal_ids
+        return [text if ids[-1] in terminal_ids else f"{text} …" for text, ids in zip(texts, answers, strict=True)]
 
 
 def find_obstacle(trainer: TrainerInterface) -> str | None:
-    """Why the policy should not be asked: whole weights on one device, or whole rows, may be out of its reach."""
+    """Return why the policy should not generate samples, or None if it can."""
     args = trainer.args
     if trainer.train_dataset is None and trainer.eval_dataset is None:
         return "there are no rows"
     if args.parallelism_config is not None and args.parallelism_config.sp_size > 1:
-        return "with sequence parallelism the model cannot generate"
-    # To generate, FSDP and ZeRO gather the whole model on each device; it fits for sure only where the run does that.
+        return "the model cannot generate with sequence parallelism"
+    # FSDP and ZeRO gather all weights on each device to generate, which is only known to fit if the run does the same.
     generates = args.eval_exact_match or isinstance(getattr(args, "sampler", None), PolicySamplerOptions)
-    if engine.shards(trainer.accelerator) and not generates:
-        return "they would gather all weights on each device, for which eval_exact_match: true would ask as well"
+    if engine.shards_weights(trainer.accelerator) and not generates:
+        return "they would gather all weights on each device. eval_exact_match: true does so as well, and enables them"
     return None
 
 
 def pick_prompts(rows: AnyDatasets) -> list[tuple[Prompt, list[int]]]:
-    """(prompt, ids of the right answer, or none) of a few prepared rows, packed or not: evenly spread over a data
-    set (of a dict the first), the first of a stream.
+    """Return (prompt, token ids of the right answer or none) of a few prepared rows, packed or not.
+
+    The rows are evenly spread over a data set (the first one of a dictionary), or the first rows of a stream.
     """
     if isinstance(rows, dict):
         rows = next(iter(rows.values()))
@@ -342,15 +382,15 @@ def pick_prompts(rows: AnyDatasets) -> list[tuple[Prompt, list[int]]]:
         rows = rows.select(sorted({n * len(rows) // NUM_SAMPLES for n in range(NUM_SAMPLES)}) if len(rows) else [])
     elif isinstance(rows, datasets.IterableDataset):
         rows = rows.take(NUM_SAMPLES)
-    return [_read_question(row) for row in islice(rows, NUM_SAMPLES)]
+    return [_prompt_and_answer(row) for row in islice(rows, NUM_SAMPLES)]
 
 
-def _read_question(row: dict[str, Any]) -> tuple[Prompt, list[int]]:
+def _prompt_and_answer(row: dict[str, Any]) -> tuple[Prompt, list[int]]:
     prompt = row["prompt_ids"]
     answer = row.get("chosen_ids") or row.get("completion_ids") or []
-    if answer and isinstance(answer[0], list):  # packed
-        return _read_question({name: value[0] for name, value in row.items() if isinstance(value, list)})
-    if len(prompt) < 2:  # a text: its beginning is the prompt
-        opening = max(1, min(MAX_PROMPT_TOKENS, len(answer) // 2))
-        return Prompt.of(row | {"prompt_ids": [*prompt, *answer[:opening]]}), answer[opening:]
-    return Prompt.of(row), first_turn(row) if row.get("label", True) else []
+    if answer and isinstance(answer[0], list):  # a packed row
+        return _prompt_and_answer({name: value[0] for name, value in row.items() if isinstance(value, list)})
+    if len(prompt) < 2:  # a text, whose beginning is the prompt
+        length = max(1, min(MAX_PROMPT_TOKENS, len(answer) // 2))
+        return Prompt.from_row(row | {"prompt_ids": [*prompt, *answer[:length]]}), answer[length:]
+    return Prompt.from_row(row), first_turn(row) if row.get("label", True) else []

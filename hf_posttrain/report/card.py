@@ -1,4 +1,4 @@
-"""Writes README.md: the model card of a run, as the hub expects it. A card that somebody wrote stays."""
+"""Model card of a run, README.md in the format of the hub. A card that was written by a user is kept."""
 
 import logging
 import re
@@ -14,8 +14,8 @@ from .page import render
 from .run_folder import Run
 
 logger = logging.getLogger(__name__)
-# What a README.md holds that may be replaced: ours, PEFT's empty template, the Trainer's draft.
-REPLACED = (
+# texts of a README.md that may be replaced: our own, PEFT's empty template and the draft of transformers' Trainer
+REPLACEABLE = (
     CARD_MARKER,
     "[More Information Needed]",
     "generated automatically according to the information the Trainer had access to",
@@ -23,17 +23,17 @@ REPLACED = (
 
 
 def write(run: Run) -> None:
-    """Write the card into the run's folder."""
+    """Write the card to the run's folder."""
     from huggingface_hub import ModelCardData
 
     file = run.folder / "README.md"
-    there = file.read_text(encoding="utf-8", errors="replace") if file.exists() else CARD_MARKER
-    if not any(text in there for text in REPLACED):
-        theirs = file
+    existing = file.read_text(encoding="utf-8", errors="replace") if file.exists() else CARD_MARKER
+    if not any(text in existing for text in REPLACEABLE):
+        user_file = file
         file = run.folder / "README.hf_posttrain.md"
-        logger.info("%s is not ours and stays; the model card is in %s", theirs, file)
-    # For the hub: base model and data sets where they have hub names. A name on the hub may also be a folder of the
-    # machine that trained, which run.json knows. The licence is that of model and data, which the run does not know.
+        logger.info("%s was written by a user and is kept. The model card is in %s", user_file, file)
+    # Base model and data sets are listed if they have hub names. A hub name may also be a folder of the machine that
+    # trained, which run.json records. The licence depends on model and data, and is not known.
     local = run.record.get("base_model_is_local") or not is_hub_name(run.base_model)
     paths = [source["path"] for split in run.sources.values() for source in split]
     adapter = str(run.lora.get("peft_type") or "lora").lower() if run.adapter or run.lora else None
@@ -50,24 +50,34 @@ def write(run: Run) -> None:
         run=run,
         front_matter=front_matter,
         marker=CARD_MARKER,
-        # In a cell of a Markdown table, and as inline code: on one line, bars and brackets as they are
-        cell=lambda text: re.sub(r"([\\|<>`*_\[\]])", r"\\\1", " ".join(str(text).split())),
+        cell=_table_cell,
         python=repr,
-        code=lambda text: f"`{' '.join(str(text).split()).replace('`', chr(39))}`",
+        code=_inline_code,
         papers=list_papers(run.method_spec, run.arguments, adapter == "lora"),
     )
     file.write_text(text, encoding="utf-8")
 
 
+def _table_cell(text: object) -> str:
+    """Return a text for a cell of a Markdown table, on one line with escaped characters."""
+    return re.sub(r"([\\|<>`*_\[\]])", r"\\\1", " ".join(str(text).split()))
+
+
+def _inline_code(text: object) -> str:
+    """Return a text as inline code of Markdown, on one line."""
+    line = " ".join(str(text).split()).replace("`", "'")
+    return f"`{line}`"
+
+
 def is_hub_name(name: str) -> bool:
-    """Does it look like owner/name on the hub, and is there no such folder or file here?"""
-    fits = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name)
-    return bool(fits) and not name.endswith((".jsonl", ".json", ".csv", ".parquet")) and not Path(name).exists()
+    """Return whether a name has the form owner/name of the hub, and is not a local folder or file."""
+    match = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name)
+    return bool(match) and not name.endswith((".jsonl", ".json", ".csv", ".parquet")) and not Path(name).exists()
 
 
-def list_papers(row: Method | None, arguments: Mapping[str, Any], lora: bool) -> list[Paper]:
-    """The papers of a method, of its loss_type, and of LoRA."""
-    own = [row.paper] if row and row.paper else []
-    losses = [row.loss_papers.get(name) for name in as_names(arguments.get("loss_type"))] if row else []
-    keys = dict.fromkeys([*losses, "hu2021lora" if lora else None])
-    return own + [papers()[key] for key in keys if key]
+def list_papers(spec: Method | None, arguments: Mapping[str, Any], lora: bool) -> list[Paper]:
+    """Return the papers of a method, of its loss_type, and of LoRA."""
+    method_papers = [spec.paper] if spec and spec.paper else []
+    loss_keys = [spec.loss_papers.get(name) for name in as_names(arguments.get("loss_type"))] if spec else []
+    keys = dict.fromkeys([*loss_keys, "hu2021lora" if lora else None])
+    return method_papers + [papers()[key] for key in keys if key]

@@ -1,10 +1,11 @@
-"""Charts of what runs logged, as matplotlib draws them for a page (SVG) or a picture, and in words and numbers.
+"""Charts of logged metrics, drawn by matplotlib as SVG for a page or as an image, and their numbers.
 
-templates/charts.yaml says which metrics share one; any other (of compute_metrics, say) gets its own at the end.
+templates/charts.yaml defines which metrics share a chart. Other metrics, such as the results of compute_metrics, get
+their own charts at the end.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from io import StringIO
 from pathlib import Path
@@ -19,23 +20,34 @@ from .run_folder import History, Run, Series
 NAME = "curves.png"
 TEMPLATES = Path(__file__).parent / "templates"
 WIDTH = 400
-HEIGHT = 230  # of an SVG, in its own units, in which its letters are 12 high
-COLUMNS = 3  # of the picture
-SMOOTHED_FROM = 150
-STRETCHES = 40  # points from which a series may get a running mean, and how many windows it has
-POINTS = 400
-MARKED = 30  # points of a line, at most; a line of at most so many is drawn with a mark at each
-TABLE_ROWS = 60  # rows that a line adds to the table of numbers, at most
-NOT_CHARTED = ("logprob/gap", "distill/advantage", "rounds/round")  # differences of other metrics, and what counts
+"""Width of an SVG in its own units, in which the font size is 12."""
+HEIGHT = 230
+"""Height of an SVG in its own units."""
+COLUMNS = 3
+"""Maximum number of charts per row of the image."""
+MIN_SMOOTHED_POINTS = 150
+"""Minimum number of points of a series that gets a running mean."""
+WINDOWS = 40
+"""Number of windows of a running mean in a series."""
+MAX_POINTS = 400
+"""Maximum number of points of a line."""
+MAX_MARKED_POINTS = 30
+"""Maximum number of points of a line that has a marker at each of them."""
+TABLE_ROWS = 60
+"""Maximum number of rows that a line adds to the table of numbers."""
+NOT_CHARTED = ("logprob/gap", "distill/advantage", "rounds/round")
+"""Differences of other metrics, and counters."""
 
 
 class Kind(NamedTuple):
-    """Metrics that share a chart, under the heading `group`; `note` says what to look for."""
+    """Metrics that share a chart."""
 
     group: str
+    """Heading above the chart."""
     title: str
     metrics: list[str]
     note: str = ""
+    """Hint on how to read the chart."""
 
 
 _GROUPS = yaml.safe_load((TEMPLATES / "charts.yaml").read_text(encoding="utf-8"))
@@ -44,20 +56,23 @@ TITLES = {"score": "Score"} | {kind.metrics[0]: kind.title for kind in KINDS if 
 
 
 class Line(NamedTuple):
-    """One curve of a chart."""
+    """A line of a chart."""
 
-    label: str  # its name in the legend
+    label: str
+    """Name in the legend."""
     colour: int
     series: Series
-    dash: str = ""  # class in style.css: "dashed" for evaluation, d0 to d3 to tell runs apart without colours
+    dash: str = ""
+    """Class in style.css: "dashed" for evaluation, or d0 to d3 to distinguish runs without colours."""
 
     @property
     def css_class(self) -> str:
-        return f"c{self.colour % 8} {self.dash}".strip()  # its classes in style.css
+        """Classes of the line in style.css."""
+        return f"c{self.colour % 8} {self.dash}".strip()
 
 
 class Chart(NamedTuple):
-    """Lines over optimizer steps, under the heading `group`; `note` says what to look for."""
+    """Lines over optimizer steps, with the fields of a Kind."""
 
     group: str
     title: str
@@ -66,15 +81,20 @@ class Chart(NamedTuple):
 
 
 def make_charts(histories: Mapping[str, History]) -> list[Chart]:
-    """Charts of one run: training solid, evaluation dashed in the same colour. Of several: one for each metric and
-    split, with a line for each run. histories: name of a run -> what it logged.
+    """Return the charts of one or several runs.
+
+    In charts of one run, training is solid and evaluation is dashed in the same colour. Charts of several runs have one
+    metric and split, with a line for each run.
+
+    Args:
+        histories: Name of a run -> its logged values.
     """
     known = {metric for kind in KINDS for metric in kind.metrics} | {*NOT_CHARTED}
     others = [name for name in list_metrics(*histories.values()) if name not in known]
-    found: dict[tuple[str, str, str], list[Line]] = {}
+    lines: dict[tuple[str, str, str], list[Line]] = {}
     for kind in [*KINDS, *(Kind("Other metrics", name, [name]) for name in others)]:
         for colour, metric in enumerate(kind.metrics):
-            # A lone metric needs no label, since the title has its name.
+            # a single metric needs no label, since the title is its name
             label = metric.rpartition("/")[2] if len(kind.metrics) > 1 else ""
             for split, key, dash in (("training", metric, ""), ("evaluation", f"eval_{metric}", "dashed")):
                 for number, (name, history) in enumerate(histories.items()):
@@ -85,55 +105,57 @@ def make_charts(histories: Mapping[str, History]) -> list[Chart]:
                     if len(histories) > 1:
                         title = ", ".join(filter(None, (title, label))) + f" ({split})"
                         line = Line(name, number, history[key], f"d{number % 4}")
-                    found.setdefault((kind.group, title, kind.note), []).append(line)
-    return [Chart(*heading, lines) for heading, lines in found.items()]
+                    lines.setdefault((kind.group, title, kind.note), []).append(line)
+    return [Chart(*heading, chart_lines) for heading, chart_lines in lines.items()]
 
 
 def list_metrics(*histories: History) -> list[str]:
-    """Names of all metrics, without eval_, the loss first."""
+    """Return the names of all metrics without eval_, with the loss first."""
     names = {key.removeprefix("eval_") for history in histories for key in history}
     return sorted(names, key=lambda name: (name != "loss", name))
 
 
 def thin(series: Series, limit: int) -> Series:
-    """At most `limit` points, all of them logged: the first, the last, and of each stretch between them its least and
-    greatest, so that a spike stays. What is not finite counts as the greatest.
+    """Reduce a series to at most `limit` logged points.
+
+    These are the first and the last point, and the minimum and the maximum of each interval between them, so that
+    spikes are kept. Non-finite values count as maxima.
     """
     count = len(series.steps)
     if count <= limit:
         return series
-    # Two points a stretch, so that there are half as many stretches as points
+    # there are two points per interval
     order = np.nan_to_num(np.array(series.values), nan=math.inf, neginf=math.inf)
-    kept = {0, count - 1}
-    for stretch in np.array_split(np.arange(1, count - 1), (limit - 2) // 2):
-        kept |= {int(stretch[order[stretch].argmin()]), int(stretch[order[stretch].argmax()])}
-    return Series(*zip(*((series.steps[i], series.values[i]) for i in sorted(kept)), strict=True))
+    points = {0, count - 1}
+    for interval in np.array_split(np.arange(1, count - 1), (limit - 2) // 2):
+        points |= {int(interval[order[interval].argmin()]), int(interval[order[interval].argmax()])}
+    return Series(*zip(*((series.steps[i], series.values[i]) for i in sorted(points)), strict=True))
 
 
 def smooth(series: Series) -> Series | None:
-    """The mean of the finite values around each point; None for a series that is short, or has no noise to take out."""
+    """Return the running mean of the finite values, or None for a series that is short or not noisy."""
     count = len(series.values)
     finite = np.isfinite(series.values)
-    known = np.where(finite, series.values, 0.0)
-    # Noise: the curve turns at a quarter of its points or more.
-    directions = np.sign(np.diff(known))
-    if count < SMOOTHED_FROM or (directions[1:] * directions[:-1] < 0).sum() < count / 4:
+    values = np.where(finite, series.values, 0.0)
+    # a noisy series changes its direction at a quarter of its points or more
+    directions = np.sign(np.diff(values))
+    if count < MIN_SMOOTHED_POINTS or (directions[1:] * directions[:-1] < 0).sum() < count / 4:
         return None
-    # Sums over the window, divided by the number of finite values in it
-    window = np.ones(2 * (count // (2 * STRETCHES)) + 1)
-    sums = np.convolve(known, window, "same")
+    # sums over the window, divided by the number of finite values in it
+    window = np.ones(2 * (count // (2 * WINDOWS)) + 1)
+    sums = np.convolve(values, window, "same")
     counts = np.convolve(finite, window, "same")
     means = np.divide(sums, counts, out=np.full(count, math.nan), where=counts > 0)
     return Series(series.steps, tuple(means.tolist()))
 
 
-def any_smoothed(found: Iterable[Chart]) -> bool:
-    """Is there a line that is drawn as its running mean?"""
-    return any(smooth(line.series) for chart in found for line in chart.lines)
+def any_smoothed(charts: Iterable[Chart]) -> bool:
+    """Return whether a line is drawn as its running mean."""
+    return any(smooth(line.series) for chart in charts for line in chart.lines)
 
 
 def draw_svg(chart: Chart) -> str:
-    """What belongs into an <svg viewBox="0 0 WIDTH HEIGHT">: paths, circles and texts with classes of style.css."""
+    """Return the content of an <svg viewBox="0 0 WIDTH HEIGHT">: paths, circles and texts with classes of style.css."""
     from matplotlib import style
     from matplotlib.figure import Figure
 
@@ -142,39 +164,40 @@ def draw_svg(chart: Chart) -> str:
         file = StringIO()  # matplotlib's SVG has 72 units per inch
         axes = figure.add_subplot()
         _draw(chart, axes)
-        # Margins are fixed but on the left, which has the labels of the y axis.
+        # margins are fixed, except for the left one with the labels of the y axis
         left = max(48, 12 + 7 * max(len(label.get_text()) for label in axes.get_yticklabels()))
         figure.subplots_adjust(left / WIDTH, 26 / HEIGHT, 1 - 12 / WIDTH, 1 - 10 / HEIGHT)
         figure.savefig(file, format="svg")
     return "\n".join(_take_shapes(file.getvalue(), chart))
 
 
-def _take_shapes(drawn: str, chart: Chart) -> Iterator[str]:
-    """Of a chart as matplotlib's SVG: the shapes of artists whose gid is a CSS class, without colours, fonts and ids,
-    since the page's style sheet colours them, for light and for dark.
+def _take_shapes(matplotlib_svg: str, chart: Chart) -> Iterator[str]:
+    """Yield the shapes of matplotlib's SVG whose gid is a CSS class, without colours, fonts and ids.
+
+    The style sheet of the page defines their colours for light and dark mode.
     """
     svg = "{http://www.w3.org/2000/svg}"
-    # What the marks say, in the order in which they are drawn
+    # texts of the markers, in drawing order
     marks = (
         f"{line.label}, step {format_number(step)}: {format_number(value)}"
         for line in chart.lines
-        if len(line.series.steps) <= MARKED
+        if len(line.series.steps) <= MAX_MARKED_POINTS
         for step, value in line.series.finite()
     )
-    for group in ElementTree.fromstring(drawn).iter(f"{svg}g"):
+    for group in ElementTree.fromstring(matplotlib_svg).iter(f"{svg}g"):
         if not (gid := group.get("id", "")).startswith("."):
             continue
         classes = gid[1:]
-        # A path is M x y L x y L x y, in which the Ls may be left out.
+        # a path has the form M x y L x y L x y, where L is optional
         for path in group.findall(f"{svg}path"):
-            course = (part if part == "M" else _round(part) for part in path.get("d", "").split() if part != "L")
-            yield f'<path class="{classes}" d="{" ".join(course)}"/>'
+            points = (part if part == "M" else _round(part) for part in path.get("d", "").split() if part != "L")
+            yield f'<path class="{classes}" d="{" ".join(points)}"/>'
         for mark in group.iter(f"{svg}use"):
-            at = f'cx="{_round(mark.attrib["x"])}" cy="{_round(mark.attrib["y"])}"'
-            yield f'<circle class="{classes}" {at} r="2.5"><title>{escape(next(marks))}</title></circle>'
+            position = f'cx="{_round(mark.attrib["x"])}" cy="{_round(mark.attrib["y"])}"'
+            yield f'<circle class="{classes}" {position} r="2.5"><title>{escape(next(marks))}</title></circle>'
         for text in group.findall(f"{svg}text"):
-            at = f'x="{_round(text.attrib["x"])}" y="{_round(text.attrib["y"])}"'
-            yield f'<text class="{classes}" {at}>{escape(text.text or "")}</text>'
+            position = f'x="{_round(text.attrib["x"])}" y="{_round(text.attrib["y"])}"'
+            yield f'<text class="{classes}" {position}>{escape(text.text or "")}</text>'
 
 
 def _round(coordinate: str) -> str:
@@ -182,30 +205,33 @@ def _round(coordinate: str) -> str:
 
 
 def write_image(run: Run) -> None:
-    """Write curves.png into the run's folder; nothing where nothing was logged."""
+    """Write curves.png to the run's folder, unless nothing was logged."""
     from matplotlib import style
     from matplotlib.figure import Figure
 
-    found = make_charts({run.name: run.history})
-    if not found:
+    charts = make_charts({run.name: run.history})
+    if not charts:
         return
-    columns = min(COLUMNS, len(found))
-    rows = math.ceil(len(found) / columns)
+    columns = min(COLUMNS, len(charts))
+    rows = math.ceil(len(charts) / columns)
     with style.context(TEMPLATES / "charts.mplstyle"):
         figure = Figure(figsize=(4.2 * columns, 2.7 * rows + 0.3), layout="constrained")
         figure.suptitle(f"{run.method.upper()}  {run.name}".strip(), x=0.02, ha="left", fontsize=12, fontweight="bold")
-        for position, chart in enumerate(found, 1):
+        for position, chart in enumerate(charts, 1):
             axes = figure.add_subplot(rows, columns, position)
             _draw(chart, axes)
             legend_rows = math.ceil(len(chart.lines) / 2) if len(chart.lines) > 1 else 0
             axes.set_title(chart.title, pad=8 + 13 * legend_rows)
             if legend_rows:
-                axes.legend(ncols=2, bbox_to_anchor=(-0.01, 1.0))  # above the lines, not on them
+                axes.legend(ncols=2, bbox_to_anchor=(-0.01, 1.0))  # above the plot
         figure.savefig(run.folder / NAME, dpi=120)
 
 
 def _draw(chart: Chart, axes: Any) -> None:
-    """Lines, grid and labels; of a long and noisy line the running mean, over what was logged in a faint colour."""
+    """Draw lines, grid and labels on matplotlib's axes.
+
+    A long and noisy line is drawn as its running mean, with the logged values in a faint colour.
+    """
     from matplotlib.artist import setp
     from matplotlib.ticker import MaxNLocator
 
@@ -214,47 +240,54 @@ def _draw(chart: Chart, axes: Any) -> None:
         colour = f"C{line.colour}"
         if mean:
             axes.plot(
-                *thin(line.series, POINTS), color=colour, alpha=0.35, lw=0.8, zorder=1, gid=f".faint {line.css_class}"
+                *thin(line.series, MAX_POINTS),
+                color=colour,
+                alpha=0.35,
+                lw=0.8,
+                zorder=1,
+                gid=f".faint {line.css_class}",
             )
         axes.plot(
-            *thin(mean or line.series, POINTS),
+            *thin(mean or line.series, MAX_POINTS),
             "--" if line.dash else "-",
             color=colour,
             label=line.label,
             gid=f".line {line.css_class}",
         )
-        if len(line.series.steps) <= MARKED:
+        if len(line.series.steps) <= MAX_MARKED_POINTS:
             face = colour if line.dash == "dashed" else "white"
             axes.plot(
                 *line.series, "o", color=colour, markerfacecolor=face, clip_on=False, gid=f".mark {line.css_class}"
             )
     below: Any = {"xytext": (-22, -9), "textcoords": "offset points", "ha": "right", "va": "top", "color": "#55606e"}
     axes.annotate("step", (0, 0), xycoords="axes fraction", gid=".y", **below)
-    # About five round numbers on each axis: from 0 to the last step, and around the values
+
+    # about five round numbers on each axis, from 0 to the last step and around the values
     points = [point for line in chart.lines for point in line.series.finite()] or [(0.0, 0.0)]
     steps, values = zip(*points, strict=True)
     last = max(1.0, *steps)
     low = min(values)
     high = max(values)
-    # A constant gets space around it.
+    # add space around a constant
     if high - low <= 1e-6 * max(abs(low), abs(high)):
         low = low - (abs(low) / 2 or 1)
         high = high + (abs(high) / 2 or 1)
     round_numbers = [1, 2, 2.5, 5, 10]
-    up = MaxNLocator(nbins=5, steps=round_numbers).tick_values(low, high)
-    across = MaxNLocator(nbins=5, steps=round_numbers, integer=True).tick_values(0, last)
-    across = across[across <= last]
-    axes.set(xlim=(0, last), ylim=(up[0], up[-1]))
-    axes.set_xticks(across, _label_ticks(across))
-    axes.set_yticks(up, _label_ticks(up))
-    # The gids by which _take_shapes finds them
+    y_ticks = MaxNLocator(nbins=5, steps=round_numbers).tick_values(low, high)
+    x_ticks = MaxNLocator(nbins=5, steps=round_numbers, integer=True).tick_values(0, last)
+    x_ticks = x_ticks[x_ticks <= last]
+    axes.set(xlim=(0, last), ylim=(y_ticks[0], y_ticks[-1]))
+    axes.set_xticks(x_ticks, _label_ticks(x_ticks))
+    axes.set_yticks(y_ticks, _label_ticks(y_ticks))
+
+    # gids by which _take_shapes finds the shapes
     setp(axes.get_ygridlines(), gid=".grid", clip_on=False)
     setp(axes.get_xticklabels(), gid=".x", clip_on=False)
     setp(axes.get_yticklabels(), gid=".y", clip_on=False)
 
 
-def _label_ticks(ticks: Any) -> list[str]:
-    """The shortest texts that tell the ticks apart: 0.25, 40k, 5e-4."""
+def _label_ticks(ticks: Sequence[float]) -> list[str]:
+    """Return the shortest labels that distinguish the ticks, such as 0.25, 40k and 5e-4."""
     largest = max(map(abs, ticks))
     if largest >= 10_000:
         unit, name = (1e6, "M") if largest >= 2e6 else (1e3, "k")
@@ -266,17 +299,20 @@ def _label_ticks(ticks: Any) -> list[str]:
 
 
 def tabulate(chart: Chart) -> tuple[list[list[str]], bool]:
-    """(rows of a table: the step, then each line's value there or ""; are all logged values in it?)."""
-    found = [dict(zip(*thin(line.series, TABLE_ROWS), strict=True)) for line in chart.lines]
+    """Return the rows of a table, and whether it contains all logged values.
+
+    A row consists of the step and the value of each line at this step, or "" if there is none.
+    """
+    lines = [dict(zip(*thin(line.series, TABLE_ROWS), strict=True)) for line in chart.lines]
     rows = [
-        [format_number(step), *(format_number(values[step]) if step in values else "" for values in found)]
-        for step in sorted({step for values in found for step in values})
+        [format_number(step), *(format_number(values[step]) if step in values else "" for values in lines)]
+        for step in sorted({step for values in lines for step in values})
     ]
     return rows, all(len(line.series.steps) <= TABLE_ROWS for line in chart.lines)
 
 
 def format_number(value: float | None) -> str:
-    """A value as the pages print it, with four significant digits: 0.4312, 1,234, 5e-07; None is "none"."""
+    """Format a value with four significant digits, such as 0.4312, 1,234 and 5e-07. None is "none"."""
     if value is None:
         return "none"
     if float(value).is_integer() and abs(value) < 1e15:

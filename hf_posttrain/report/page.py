@@ -1,4 +1,4 @@
-"""Fills the templates of pages and cards; and what they say of how a run went."""
+"""Rendering of the templates of pages and cards, and the facts, warnings and tables that they contain."""
 
 import math
 from typing import Any
@@ -10,7 +10,7 @@ from .charts import TITLES, format_number, list_metrics
 from .run_folder import Run
 
 NAME = "report.html"
-# Arguments, or how they begin (with `=` the whole name), on which neither the weights nor what a loss measures depend
+# Arguments, or their prefixes, that affect neither the weights nor the definition of the loss
 MACHINERY = (
     "output_dir",
     "use_cpu",
@@ -57,11 +57,17 @@ MACHINERY = (
 )
 
 ROUND_COLUMNS = ("round", "score", "best of each prompt", "ended", "tokens", "rows", "prompts without a row")
-TIED = ("rewards/accuracies",)  # metrics that are of ties alone before the first step
+TIED_METRICS = ("rewards/accuracies",)
+"""Metrics that only compare equal values before the first step."""
 
 
 def render(template: str, **content: Any) -> str:
-    """A file of templates/, filled; in HTML everything is escaped. They may call charts.py and the functions below."""
+    """Render a file of templates/. Templates can call charts.py and the functions below, and HTML is escaped.
+
+    Args:
+        template: Name of the file.
+        content: Variables of the template.
+    """
     from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 
     environment = Environment(
@@ -87,48 +93,55 @@ def render(template: str, **content: Any) -> str:
 
 
 def list_facts(run: Run) -> list[tuple[str, str, str]]:
-    """(name, value, remark): loss, exact match and key metrics (of evaluation where there is one), steps and time."""
-    found = []
-    # Held-out values tell more than those of training, so they are shown where there are any.
+    """Return (name, value, remark) of loss, exact match, key metrics, steps and time."""
+    facts = []
+    # values of evaluation replace those from training, if there are any
     for metric in ("loss", "exact_match", "score", *(run.method_spec.key_metrics if run.method_spec else ())):
         key, split = (f"eval_{metric}", "evaluation") if f"eval_{metric}" in run.history else (metric, "training")
         if series := run.history.get(key):
-            # at step 0 a policy prefers nothing to its reference: all are ties, which is no accuracy of 0
-            first = next((value for step, value in zip(*series, strict=True) if step or metric not in TIED), None)
+            # at step 0 the policy equals its reference, so that all pairs are ties, which is not an accuracy of 0
+            values = zip(*series, strict=True)
+            first = next((value for step, value in values if step or metric not in TIED_METRICS), None)
             remark = f"{split}, from {format_number(first)}" if len(series.steps) > 1 else split
-            found.append((TITLES.get(metric, metric), format_number(run.last[key]), remark))
-    found += _line_of_divergence(run)
+            facts.append((TITLES.get(metric, metric), format_number(run.last[key]), remark))
+    facts += _exact_match_by_kl(run)
+
     (taken, planned) = run.steps
     epochs = run.state.get("epoch")
-    remark = "" if epochs is None else f"{format_number(epochs)} epochs"
-    found.append(("Steps", f"{taken:,} of {planned:,}" if taken < planned else f"{taken:,}", remark))
+    remark = "" if epochs is None else f"epochs: {format_number(epochs)}"
+    facts.append(("Steps", f"{taken:,} of {planned:,}" if taken < planned else f"{taken:,}", remark))
     if run.best_step:
-        found.append(("Weights of step", f"{run.best_step:,}", "the best evaluation, not the last"))
+        facts.append(("Weights of step", f"{run.best_step:,}", "the best evaluation, not the last"))
     if seconds := run.results.get("train_runtime"):
         rate = run.results.get("train_samples_per_second")
-        found.append(("Time", format_duration(seconds), f"{format_number(rate)} rows a second" if rate else ""))
-    return found
+        facts.append(("Time", format_duration(seconds), f"rows per second: {format_number(rate)}" if rate else ""))
+    return facts
 
 
-def _line_of_divergence(run: Run) -> list[tuple[str, str, str]]:
-    """Exact match against the square root of the KL to the teacher, where evaluations have both: near a line
-    (arXiv 2609.32722), whose constant is what a student equal to the teacher would reach.
+def _exact_match_by_kl(run: Run) -> list[tuple[str, str, str]]:
+    """Return a linear fit of exact match against the square root of the KL to the teacher, if both were evaluated.
+
+    The relation is nearly linear (arXiv 2609.32722), and the constant is the exact match of a student that equals the
+    teacher.
     """
-    right, apart = (run.history.get(f"eval_{name}") for name in ("exact_match", "distill/reverse_kl"))
-    if not (right and apart):
+    exact_match = run.history.get("eval_exact_match")
+    reverse_kl = run.history.get("eval_distill/reverse_kl")
+    if not (exact_match and reverse_kl):
         return []
-    by_step = dict(apart.finite())
-    points = np.array([(by_step[step] ** 0.5, value) for step, value in right.finite() if by_step.get(step, -1) >= 0])
+    kl_by_step = dict(reverse_kl.finite())
+    points = np.array(
+        [(kl_by_step[step] ** 0.5, value) for step, value in exact_match.finite() if kl_by_step.get(step, -1) >= 0]
+    )
     if len(points) < 3 or np.ptp(points[:, 0]) == 0:
         return []
     slope, constant = np.polyfit(points[:, 0], points[:, 1], 1)
-    fit = np.corrcoef(points[:, 0], points[:, 1])[0, 1] ** 2
-    said = f"{constant:.2f} {'-' if slope < 0 else '+'} {abs(slope):.2f} sqrt(KL)"
-    return [("Exact match by KL", said, f"{len(points)} evaluations, R2 {fit:.2f}")]
+    r_squared = np.corrcoef(points[:, 0], points[:, 1])[0, 1] ** 2
+    formula = f"{constant:.2f} {'-' if slope < 0 else '+'} {abs(slope):.2f} sqrt(KL)"
+    return [("Exact match by KL", formula, f"{len(points)} evaluations, R2 {r_squared:.2f}")]
 
 
 def format_duration(seconds: float) -> str:
-    """12 s, 3 min 20 s, 2 h 5 min."""
+    """Format a duration, such as 12 s, 3 min 20 s and 2 h 5 min."""
     minutes, rest = divmod(round(seconds), 60)
     if not minutes:
         return f"{seconds:.3g} s"
@@ -136,36 +149,37 @@ def format_duration(seconds: float) -> str:
 
 
 def list_warnings(run: Run) -> list[str]:
-    """What the data check and the run itself warned of, and what the logs show."""
-    found = [str(text) for text in run.audit.get("warnings", [])]
+    """Return the warnings of the data audit and of the run, and problems in its logs."""
+    warnings = [str(text) for text in run.audit.get("warnings", [])]
     for warning in run.record.get("warnings", []):
-        # The step that it came at goes first, unless the warning names one itself.
+        # start with the step, unless the message does so itself
         message = str(warning["message"])
-        dated = message.lower().startswith("step ")
-        found.append(f"S{message[1:]}" if dated else f"Step {format_number(warning['step'])}: {message}")
+        has_step = message.lower().startswith("step ")
+        warnings.append(f"S{message[1:]}" if has_step else f"Step {format_number(warning['step'])}: {message}")
     for key in ("loss", "eval_loss"):
         points = zip(*run.history.get(key, ((), ())), strict=True)
-        if broken := [step for step, value in points if not math.isfinite(value)]:
-            found.append(f"{key} was not finite at {len(broken)} logs, first at step {format_number(broken[0])}.")
+        if steps := [step for step, value in points if not math.isfinite(value)]:
+            first = format_number(steps[0])
+            warnings.append(f"{key} is not finite, first at step {first} (number of logs: {len(steps)}).")
     taken, planned = run.steps
     if taken < planned:
-        found.append(f"The run is not over or was stopped: {taken:,} of {planned:,} steps were taken.")
-    return found
+        warnings.append(f"The run is not finished: {taken:,} of {planned:,} steps were taken.")
+    return warnings
 
 
 def list_options(run: Run) -> list[tuple[str, str]]:
-    """Hyper-parameters: the arguments that are known and shape the result, and the adapter's; empty ones left out."""
+    """Return the hyper-parameters that affect the result, including options of the adapter, without empty ones."""
     left_out = (*MACHINERY, "dataset_")
-    known = {name: value for name, value in run.arguments.items() if not f"{name}=".startswith(left_out)}
-    # Of the two limits of a run's length, the other has no effect.
-    known.pop("num_train_epochs" if known.get("max_steps", -1) > 0 else "max_steps", None)
-    rows = [("rows per optimizer step", run.record.get("rows_per_step")), *known.items()]
+    options = {name: value for name, value in run.arguments.items() if not f"{name}=".startswith(left_out)}
+    # only one of the two limits of a run's length has an effect
+    options.pop("num_train_epochs" if options.get("max_steps", -1) > 0 else "max_steps", None)
+    rows = [("rows per optimizer step", run.record.get("rows_per_step")), *options.items()]
     rows += [(f"adapter: {name}", value) for name, value in run.lora.items()]
     return [(name, format_option(value)) for name, value in rows if value not in (None, "", [], {})]
 
 
 def format_option(value: object) -> str:
-    """An option's value as a recipe would have it, lists with commas."""
+    """Format the value of an option as in a recipe, and lists with commas."""
     if value is None:
         return "null"
     if isinstance(value, list | tuple):
@@ -178,37 +192,40 @@ def format_option(value: object) -> str:
 
 
 def list_last_values(run: Run) -> list[tuple[str, str, str]]:
-    """(metric, training, evaluation): the last logged value of every metric, "" where there is none."""
+    """Return (metric, training, evaluation) with the last logged values of every metric, "" for a missing value."""
     last = {key: format_number(value) for key, value in run.last.items()}
     return [(metric, last.get(metric, ""), last.get(f"eval_{metric}", "")) for metric in list_metrics(run.history)]
 
 
 def list_rounds(run: Run) -> list[tuple[str, ...]]:
-    """What each round gave, under ROUND_COLUMNS."""
+    """Return the values of each round in the order of ROUND_COLUMNS."""
     keys = ("round", "score", "best_score", "stopped", "length", "rows")
-    found = []
-    for one in run.rounds:
-        reasons = "; ".join(f"{count}: {reason}" for reason, count in one.get("reasons", {}).items())
-        found.append((*(format_number(one[key]) if key in one else "" for key in keys), reasons or "0"))
-    return found
+    rows = []
+    for entry in run.rounds:
+        reasons = "; ".join(f"{count}: {reason}" for reason, count in entry.get("reasons", {}).items())
+        rows.append((*(format_number(entry[key]) if key in entry else "" for key in keys), reasons or "0"))
+    return rows
 
 
 def list_evaluations(run: Run) -> list[tuple[str, str, str]]:
-    """(data or task, metric, value) of evaluations that were made afterwards."""
+    """Return (data or task, metric, value) of the evaluations after the run."""
     return [
-        (str(one.get("data") or one.get("task") or ""), name, format_number(value))
-        for one in run.evaluations
-        for name, value in one.get("metrics", {}).items()
+        (str(entry.get("data") or entry.get("task") or ""), name, format_number(value))
+        for entry in run.evaluations
+        for name, value in entry.get("metrics", {}).items()
     ]
 
 
 def describe_rounds(run: Run) -> str:
-    """A run's rounds, judge and what it trained on, in a sentence; "" without any."""
-    given = run.rounds_section
-    if not given:
+    """Describe the rounds of a run, its sampling and its judge, or return "" for a run without rounds."""
+    section = run.rounds_section
+    if not section:
         return ""
-    judge = given.get("judge") or {}
-    who = " ".join(str(judge[key]) for key in ("by", "name") if judge.get(key)) or "exact_match"
-    many = f"rounds of {given['steps']} optimizer steps" if given.get("steps") else f"{given.get('count')} rounds"
-    answers = f"{given.get('num_generations')} answers to each prompt at temperature {given.get('temperature'):g}"
-    return f"{many} on the model's own answers: {answers}, judged by {who}"
+    judge = section.get("judge") or {}
+    judge_name = " ".join(str(judge[key]) for key in ("by", "name") if judge.get(key)) or "exact_match"
+    rounds = f"{section.get('count')} rounds"
+    if section.get("steps"):
+        rounds = f"rounds of {section['steps']} optimizer steps"
+    temperature = f"temperature {section.get('temperature'):g}"
+    sampling = f"{section.get('num_generations')} answers to each prompt at {temperature}"
+    return f"{rounds} on the model's own answers: {sampling}, judged by {judge_name}"

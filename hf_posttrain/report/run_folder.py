@@ -1,4 +1,4 @@
-"""Reads a run's folder: what the run has left so far. Nothing is unpickled, and access tokens are not kept."""
+"""Reader of a run's folder. Nothing is unpickled, and access tokens are removed."""
 
 import json
 import math
@@ -22,130 +22,164 @@ STATE = "trainer_state.json"
 ROUNDS = "_rounds/rounds.json"
 HIDDEN = "<hidden>"
 _NOT_CURVES = ("step", "epoch", "total_flos", "train_loss", "num_input_tokens_seen")
-_TIMES = ("_runtime", "_samples_per_second", "_steps_per_second")
+_TIME_SUFFIXES = ("_runtime", "_samples_per_second", "_steps_per_second")
 
 
 class Series(NamedTuple):
-    """The values of one key of the log: optimizer steps, rising, and a value for each, not always finite."""
+    """Values of one key of the log, which may be non-finite, at increasing optimizer steps."""
 
     steps: tuple[float, ...]
     values: tuple[float, ...]
 
     def finite(self) -> list[tuple[float, float]]:
-        """(step, value) where the value is finite."""
+        """Return the (step, value) with a finite value."""
         return [(step, value) for step, value in zip(*self, strict=True) if math.isfinite(value)]
 
 
-History: TypeAlias = Mapping[str, Series]  # key of the log, such as eval_loss -> its values
+History: TypeAlias = Mapping[str, Series]
+"""Key of the log, such as eval_loss -> its values."""
 
 
 def read_history(log: Iterable[dict[str, Any]]) -> History:
-    """Every number of a log_history (trainer_state.json) but times and totals. Of two at one step the earlier: the
-    later are of the best weights, which are loaded at the end.
+    """Return the values of a log_history (trainer_state.json), without times and totals.
+
+    Of two values at one step the first is used, since the second belongs to the best weights, which are loaded at the
+    end.
     """
-    found: dict[str, dict[float, float]] = {}
+    values: dict[str, dict[float, float]] = {}
     for entry in log:
         for key, value in _curves(entry).items():
-            found.setdefault(key, {}).setdefault(entry.get("step", 0), value)
-    return {key: Series(*zip(*sorted(values.items()), strict=True)) for key, values in found.items()}
+            values.setdefault(key, {}).setdefault(entry.get("step", 0), value)
+    return {key: Series(*zip(*sorted(points.items()), strict=True)) for key, points in values.items()}
 
 
-def _adapter(folder: Path) -> str | None:
-    """Where in the folder an adapter is: ".", or the name of one that is not called default."""
+def _adapter_location(folder: Path) -> str | None:
+    """Return the relative folder of an adapter, which is "." or the name of an adapter other than default, or None."""
     files = (folder / "adapter_config.json", *sorted(folder.glob("*/adapter_config.json")))
-    places = [file.parent for file in files if file.exists() and not file.parent.name.startswith("checkpoint-")]
-    return places[0].relative_to(folder).as_posix() if places else None
+    locations = [file.parent for file in files if file.exists() and not file.parent.name.startswith("checkpoint-")]
+    return locations[0].relative_to(folder).as_posix() if locations else None
 
 
 def _curves(entry: dict[str, Any]) -> dict[str, float]:
-    """The numbers of an entry of the log that belong to curves; those of an evaluation by a prefix of the user's begin
-    with eval_ all the same.
+    """Return the numbers of a log entry that belong to curves.
+
+    Keys of an evaluation start with eval_, also if the user has set another prefix.
     """
     numbers = {key: float(value) for key, value in entry.items() if isinstance(value, int | float)}
     prefix = next((key.removesuffix("_runtime") for key in numbers if key.endswith("_runtime")), "eval")
-    front = "" if prefix in ("eval", "train") or prefix.startswith("eval_") else "eval_"
+    added = "" if prefix in ("eval", "train") or prefix.startswith("eval_") else "eval_"
     return {
-        front + key if key.startswith(f"{prefix}_") else key: value
+        added + key if key.startswith(f"{prefix}_") else key: value
         for key, value in numbers.items()
-        if key not in _NOT_CURVES and not key.endswith(_TIMES)
+        if key not in _NOT_CURVES and not key.endswith(_TIME_SUFFIXES)
     }
 
 
 @dataclass(frozen=True)
 class Run:
-    """What is known of a run; what its folder lacks is empty."""
+    """The contents of a run's folder. Fields without a file are empty."""
 
     folder: Path
-    name: str  # the folder's own
-    state: dict[str, Any]  # HF's TrainerState: the run's own or its newest checkpoint's
-    steps: tuple[int, int]  # taken, planned
+    name: str
+    """Name of the folder."""
+    state: dict[str, Any]
+    """TrainerState of the run, or of its newest checkpoint."""
+    steps: tuple[int, int]
+    """Completed and planned optimizer steps."""
     history: History
-    last: dict[str, float]  # the last value of each curve, or what is known of the weights that are saved
-    best_step: int | None  # the step of those, where they are the best ones and not the last
-    recipe: dict[str, Any]  # recipe.yaml as a tree
-    recipe_text: str  # and as text
-    record: dict[str, Any]  # run.json
-    results: dict[str, Any]  # all_results.json, which comes last
-    audit: dict[str, Any]  # audit.json
-    samples: list[dict[str, Any]]  # samples.json
-    rounds_section: dict[str, Any]  # the section of a run in rounds, as the recipe or else run.json has it
-    rounds: list[dict[str, Any]]  # _rounds/rounds.json: of such a run, what each gave
-    evaluations: list[dict[str, Any]]  # evaluations.json: of `hf-posttrain eval`, afterwards
-    method: str  # sft, dpo, ...
-    method_spec: Method | None  # the method's in the table; None for one that this version does not know
-    base_model: str  # hub name or folder of the model that was trained
-    arguments: dict[str, Any]  # of training: all that matter with run.json, otherwise those that the recipe gives
-    adapter: str | None  # where in the folder an adapter is, "." where it is not in one of its own; None: a whole model
-    lora: dict[str, Any]  # the adapter's options
-    sources: dict[str, list[dict[str, Any]]]  # "train" and "eval" -> where their rows come from, as the recipe has it
+    last: dict[str, float]
+    """Last value of each curve. For saved best weights, the values at their step."""
+    best_step: int | None
+    """Step of the saved weights, if they are the best ones and not the last."""
+    recipe: dict[str, Any]
+    """recipe.yaml as a tree."""
+    recipe_text: str
+    """recipe.yaml as text."""
+    record: dict[str, Any]
+    """run.json."""
+    results: dict[str, Any]
+    """all_results.json, which is written last."""
+    audit: dict[str, Any]
+    """audit.json."""
+    samples: list[dict[str, Any]]
+    """samples.json."""
+    rounds_section: dict[str, Any]
+    """Section `rounds` of the recipe, or else of run.json."""
+    rounds: list[dict[str, Any]]
+    """_rounds/rounds.json, the results of each round."""
+    evaluations: list[dict[str, Any]]
+    """evaluations.json, which `hf-posttrain eval` writes."""
+    method: str
+    """sft, dpo, ..."""
+    method_spec: Method | None
+    """The method, or None if this version does not have it."""
+    base_model: str
+    """Hub name or folder of the model that was trained."""
+    arguments: dict[str, Any]
+    """Arguments of training: all relevant ones from run.json, or else the ones in the recipe."""
+    adapter: str | None
+    """Relative folder of the adapter, "." for the folder itself, or None for a full model."""
+    lora: dict[str, Any]
+    """Options of the adapter."""
+    sources: dict[str, list[dict[str, Any]]]
+    """Sources of the rows in the recipe, for "train" and "eval"."""
 
     @property
     def takes_images(self) -> bool:
-        """Does the model take pictures? Then its processor is saved with it."""
+        """Whether the model is a vision-language model, whose processor is saved with it."""
         return (self.folder / "processor_config.json").exists()
 
 
 def read_run(folder: str | Path) -> Run:
-    """The run in `folder`, an output_dir or a checkpoint. Raises InputError where there is none, or a broken file."""
+    """Read a run.
+
+    Args:
+        folder: Its output_dir, or a checkpoint.
+
+    Raises:
+        InputError: For a folder without a run, and for invalid files.
+    """
     folder = Path(folder)
     if not os.path.isdir(folder):
-        raise InputError(f"there is no folder {folder}{path_hint(folder)}: give a run's output_dir")
-    # The state is the run's own, written when it ends, unless a checkpoint is newer: the run is resumed, or not over.
-    # Both may be left of an earlier run, where a fresh one has begun in its folder.
+        raise InputError(f"there is no folder {folder}{path_hint(folder)}. Use the output_dir of a run")
+    # The state of the run is written when it ends. A newer checkpoint means that the run was resumed, or is running.
+    # Both files may belong to an earlier run if a new one was started in its folder.
     record = _hide_tokens(_read_json(folder / "run.json", {}))
     started = _started(folder / "run.json", record)
     numbered = [(path.parent.name.removeprefix("checkpoint-"), path) for path in folder.glob(f"checkpoint-*/{STATE}")]
     checkpoints = [path for _, path in sorted((int(number), path) for number, path in numbered if number.isdecimal())]
     states = [path for path in (folder / STATE, *checkpoints) if path.exists()]
-    own, others = (
-        [path for path in kind if path in states and not _is_earlier(path, started)]
-        for kind in ([folder / STATE], checkpoints)
+    run_states, checkpoint_states = (
+        [path for path in paths if path in states and not _is_earlier(path, started)]
+        for paths in ([folder / STATE], checkpoints)
     )
     if not states:
-        raise InputError(f"{folder}: no run is in it: neither {STATE} nor a checkpoint-* with one")
-    state_file, state = _latest([*own, *others[-1:]] or states)
-    state = state if own or others else {}
-    # Recipe and results of an earlier run may still be there, in a folder that was trained into again.
+        raise InputError(f"{folder} contains no run, since neither the folder nor a checkpoint-* in it has a {STATE}")
+    state_file, state = _latest([*run_states, *checkpoint_states[-1:]] or states)
+    state = state if run_states or checkpoint_states else {}
+
+    # recipe and results may belong to an earlier run in the same folder
     results = folder / "all_results.json"
     recipe = folder / "recipe.yaml"
     tree = {}
     text = ""
     if not _is_outdated(recipe, state_file, started):
-        given, _ = read_tree(recipe)
-        if not isinstance(given, dict):
-            raise InputError(f"{recipe} holds no recipe: write it again, or move it away")
-        tree = _hide_tokens(given)
-        text = recipe.read_text(encoding="utf-8") if tree == given else write_tree(tree)
-    # The recipe says what was wanted, run.json what was done; a run from Python has no recipe.
+        original, _ = read_tree(recipe)
+        if not isinstance(original, dict):
+            raise InputError(f"{recipe} is not a recipe. Correct the file, or move it to another folder")
+        tree = _hide_tokens(original)
+        text = recipe.read_text(encoding="utf-8") if tree == original else write_tree(tree)
+
+    # the recipe contains the requested settings and run.json the actual ones; a run from Python has no recipe
     model = tree.get("model") or {}
     data = tree.get("data") or {}
     method = str(tree.get("method") or record.get("method") or "")
     rounds_section = tree.get("rounds") or record.get("rounds") or {}
     sources = {split: data.get(split) or [] for split in ("train", "eval")}
     arguments = tree.get("train", {}) | record.get("arguments", {})
-    # the best weights are loaded when a run ends, which a run's own state is of
-    ended = state_file == folder / STATE and not folder.name.startswith("checkpoint-")
-    best = saved_best(state) if ended and arguments.get("load_best_model_at_end") else None
+    # the best weights are loaded when a run ends, and then its own state is written
+    is_finished = state_file == folder / STATE and not folder.name.startswith("checkpoint-")
+    best = saved_best(state) if is_finished and arguments.get("load_best_model_at_end") else None
     best = None if best == state.get("global_step") else best
     history = read_history(state.get("log_history", []))
     return Run(
@@ -169,77 +203,90 @@ def read_run(folder: str | Path) -> Run:
         method_spec=METHODS.get(method),
         base_model=str(model.get("name_or_path") or record.get("base_model") or ""),
         arguments=arguments,
-        adapter=_adapter(folder),
+        adapter=_adapter_location(folder),
         lora=record.get("lora") or model.get("lora") or {},
-        sources={split: found if isinstance(found, list) else [found] for split, found in sources.items()},
+        sources={split: entries if isinstance(entries, list) else [entries] for split, entries in sources.items()},
     )
 
 
 def saved_best(state: Mapping[str, Any]) -> int | None:
-    """The step of the best checkpoint that was saved, by which a run ends that loads it; None where there is none."""
+    """Return the step of the best checkpoint that was saved, or None if there is none."""
     step = Path(state.get("best_model_checkpoint") or "").name.removeprefix("checkpoint-")
     return int(step) if step.isdigit() else None
 
 
 def _last_values(state: dict[str, Any], history: History, best_step: int | None) -> dict[str, float]:
-    """Key of the log -> what was logged last; of best weights that were not evaluated again, at their step."""
-    found: dict[str, float] = {}
-    again = Counter[str]()
+    """Return the last logged value of each key.
+
+    Best weights that were not evaluated again have the values of their step.
+    """
+    last: dict[str, float] = {}
+    counts = Counter[str]()
     for entry in state.get("log_history", []):
         logged = _curves(entry)
-        found |= logged
-        again.update(logged.keys() if entry.get("step") == state.get("global_step") else ())
+        last |= logged
+        counts.update(logged.keys() if entry.get("step") == state.get("global_step") else ())
     for key, (steps, values) in history.items():
-        if key.startswith("eval_") and best_step in steps and again[key] < 2:
-            found[key] = values[steps.index(best_step)]
-    return found
+        if key.startswith("eval_") and best_step in steps and counts[key] < 2:
+            last[key] = values[steps.index(best_step)]
+    return last
 
 
 def _latest(files: Sequence[Path]) -> tuple[Path, dict[str, Any]]:
-    """The latest trainer_state.json and what it holds: of one run that with the longest log, since a copy's files have
-    other times; of two runs the file that was written last.
+    """Return the latest trainer_state.json and its contents.
+
+    Of the files of one run it is the one with the longest log, since copies have other modification times. Of the files
+    of two runs it is the one that was written last.
     """
     states = {file: _read_json(file) for file in files}
     logs = {file: json.dumps(state.get("log_history", []))[:-1] for file, state in states.items()}  # as text, for NaN
     newest = max(files, key=lambda file: file.stat().st_mtime)
     longest = max(files, key=lambda file: len(logs[file]))
-    found = longest if logs[longest].startswith(logs[newest]) and logs[newest] != "[" else newest
-    return found, states[found]
+    is_one_run = logs[longest].startswith(logs[newest]) and logs[newest] != "["
+    latest = longest if is_one_run else newest
+    return latest, states[latest]
 
 
 def _started(file: Path, record: dict[str, Any]) -> float | None:
-    """When the run of run.json began, in seconds since 1970; None where that is not known, or where its files have the
-    times of another clock, as from an archive.
+    """Return the start of the run in run.json, in seconds since 1970.
+
+    It is None if it is not known, or if the modification times of the files are earlier, such as those from an archive.
     """
-    began = datetime.fromisoformat(record["started"]).timestamp() if "started" in record else None
-    return None if began is None or file.stat().st_mtime < began else began
+    start = datetime.fromisoformat(record["started"]).timestamp() if "started" in record else None
+    return None if start is None or file.stat().st_mtime < start else start
 
 
-def _is_outdated(file: Path, source: Path, started: float | None) -> bool:
-    """Is it missing, or of an earlier run? source: the trainer_state.json that is read; started: of the run."""
+def _is_outdated(file: Path, state_file: Path, started: float | None) -> bool:
+    """Return whether a file does not exist or belongs to an earlier run.
+
+    Args:
+        file: The file.
+        state_file: The trainer_state.json that is read.
+        started: Start of the run.
+    """
     if not file.exists():
         return True
     written = file.stat().st_mtime
-    over = file.parent / STATE
+    run_state = file.parent / STATE
     if _is_earlier(file, started):
         return True
-    # Not younger than the end of a run, after which `source`, a checkpoint's state, was written
-    return source != over and over.exists() and written <= over.stat().st_mtime
+    # a run ended after the file was written, and the checkpoint of `state_file` was written after that
+    return state_file != run_state and run_state.exists() and written <= run_state.stat().st_mtime
 
 
 def _is_earlier(file: Path, started: float | None) -> bool:
-    """Is the file there, and older than the start of the run?"""
+    """Return whether a file exists and is older than the start of the run."""
     return started is not None and file.exists() and file.stat().st_mtime < started
 
 
 def command_line() -> str:
-    """How this process was started, as a shell would take it, with HIDDEN for tokens and keys."""
+    """Return the shell command of this process, with HIDDEN in place of tokens and keys."""
     secret = r"(?i)((?:token|key|secret|password)['\"]?[=: ]+)[^\s,}'\"]+"
     return re.sub(secret, rf"\1{HIDDEN}", shlex.join(sys.argv))
 
 
 def _hide_tokens(tree: object) -> Any:
-    """The same tree with HIDDEN for the value of every key that ends in _token, such as hub_token, where it has one."""
+    """Return the tree with HIDDEN in place of every value whose key ends in _token, such as hub_token."""
     if isinstance(tree, dict):
         secret = {key for key, value in tree.items() if str(key).endswith("_token") and value not in (None, "")}
         return {key: HIDDEN if key in secret else _hide_tokens(value) for key, value in tree.items()}
@@ -247,14 +294,21 @@ def _hide_tokens(tree: object) -> Any:
 
 
 def _read_json(file: Path, default: Any = None) -> Any:
-    """The file's content, or `default` where it is missing and there is one; of the same type."""
+    """Return the content of a file.
+
+    Args:
+        file: The file.
+        default: Result for a missing file, whose type the content must have. Without a default, the file must exist and
+            contain an object.
+    """
     if default is not None and not file.exists():
         return default
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise InputError(f"{file} cannot be read as JSON ({error}): write it again, or move it away") from error
+        problem = f"{file} cannot be read as JSON ({error})"
+        raise InputError(f"{problem}. Correct the file, or move it to another folder") from error
     expected = dict if default is None else type(default)
     if not isinstance(content, expected):
-        raise InputError(f"{file} holds a {type(content).__name__}, a {expected.__name__} was expected")
+        raise InputError(f"{file} must contain a {expected.__name__}, not a {type(content).__name__}")
     return content
