@@ -24,7 +24,7 @@ from hf_posttrain import SFTTrainer, report, run
 from hf_posttrain.data.prepare import prepare
 from hf_posttrain.errors import InputError
 from hf_posttrain.methods import METHODS
-from hf_posttrain.recipe import build as parts
+from hf_posttrain.recipe import build
 from hf_posttrain.recipe.fields import train_fields
 from hf_posttrain.recipe.read import load_recipe
 from hf_posttrain.trainer.checkpoint import find_checkpoint
@@ -409,8 +409,8 @@ def stub_method(monkeypatch, name):
         def is_world_process_zero(self):
             return True
 
-    monkeypatch.setattr(parts, "config_class", lambda method: SFTConfig)
-    monkeypatch.setattr(parts, "trainer_class", lambda method: Trainer)
+    monkeypatch.setattr(build, "config_class", lambda method: SFTConfig)
+    monkeypatch.setattr(build, "trainer_class", lambda method: Trainer)
     monkeypatch.setattr(report, "follow", lambda trainer: None)
     monkeypatch.setattr(report, "write", lambda folder: made[-1][1].append("report"))
     return made
@@ -493,7 +493,7 @@ def test_a_layer_that_lora_does_not_find_is_told_before_anything_is_written(fold
     for option, problem in (
         ("target_modules: [q_prj, down_proj]", "'q_prj' matches nothing in the model; did you mean 'q_proj'?"),
         ("alpha_pattern: {q_prj: 4}", "'q_prj' matches no layer with an adapter, or only layers that match an earlier"),
-        ("trainable_token_indices: [300]", "300 is none of the 300 tokens of the model"),
+        ("trainable_token_indices: [300]", "300 is not one of the 300 tokens of the model"),
     ):
         model = f"model:\n  name_or_path: base\n  lora:\n    {option}\n"
         Path("lora.yaml").write_text(SFT.replace("model: {name_or_path: tiny, from_scratch: true}\n", model))
@@ -704,7 +704,7 @@ def test_contradictions_end_before_the_tokenizer_loads(folder, monkeypatch, caps
     def load(recipe):
         raise AssertionError("a tokenizer was loaded")
 
-    monkeypatch.setattr(parts, "check_models", load)
+    monkeypatch.setattr(build, "check_models", load)
     assert error_line(capsys, "sft.yaml", *overrides).startswith("error: " + message)
 
 

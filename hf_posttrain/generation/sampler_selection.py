@@ -66,7 +66,7 @@ def select_backend(model: nn.Module, longest: int, generate_batch: GenerateBatch
                 logger.warning("%s generates wrong tokens in padded batches, so prompts are answered one by one", name)
             elif backend == HF_BATCHED:
                 reason = obstacle or "our own decoding does not agree with its forward"
-                logger.info("%s generates with transformers' generate, which is slower: %s", name, reason)
+                logger.info("%s is sampled by transformers' generate, which is slower: %s", name, reason)
             return backend, checked_length
     raise InputError(f"{name} generates other tokens with a cache than by full forwards. It cannot be sampled from")
 

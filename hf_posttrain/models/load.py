@@ -275,7 +275,7 @@ def load_model(
         trainable: Whether the model is trained. Otherwise it is frozen and in eval mode.
         device: Device on which the model will run, by default a GPU if there is one. It decides the default dtype.
             Quantized weights are placed on it, others stay on CPU.
-        storage: Dtype in which 4-bit weights are stored (`launch.quantised_storage`).
+        storage: Dtype in which 4-bit weights are stored (`launch.quantized_storage`).
         options: Further arguments of `from_pretrained`.
 
     Raises:
@@ -595,5 +595,5 @@ def as_input_error(kind: str, name: str) -> Iterator[None]:
         if is_local(name):
             hub = ""
         elif HF_HUB_OFFLINE:
-            hub = ", and the Hub is not queried, since HF_HUB_OFFLINE is set"
+            hub = ", and HF_HUB_OFFLINE disables the hub"
         raise InputError(f"{kind} {name}: no such folder{hub}{path_hint(path)}") from error

@@ -85,7 +85,7 @@ def resolve_model(
 def find_terminal_ids(
     model: nn.Module, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any] | None
 ) -> list[int]:
-    """Return the ids that end an answer: the turn end of the chat template, the eos, and the eos of the generation config."""
+    """Return the ids that end an answer, from the chat template, the tokenizer and the generation config."""
     config = getattr(forward.causal_lm(model), "generation_config", None)
     return terminal_ids_from_config(config, tokenizer, template_kwargs)
 
@@ -210,7 +210,9 @@ def prepare_policy(model: nn.Module, peft_config: PeftConfig | None, args: "Post
 
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
-        raise InputError("no parameter of the model requires a gradient. Unfreeze weights, or add an adapter")
+        raise InputError(
+            "nothing to train, since no parameter of the model requires a gradient. Unfreeze weights, or add an adapter"
+        )
     if isinstance(model, peft.PeftModel):
         if args.activation_checkpointing:
             if getattr(model.active_peft_config, "alora_invocation_tokens", None):

@@ -69,7 +69,7 @@ def make_reference(
         launch.check_model(ref_model, trainer.args)
         if shares_trained_weights(ref_model, policy):
             raise InputError(
-                "ref_model is the policy itself, or shares trained weights with it. Remove it, since the trainer keeps "
+                "ref_model is the policy itself, or shares weights with it. Remove it, since the trainer keeps "
                 "a frozen reference anyway"
             )
         frozen_model = FrozenModel(ref_model, accelerator)

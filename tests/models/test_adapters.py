@@ -176,7 +176,7 @@ def test_what_an_adapter_acts_on_and_leaves_is_told(tmp_path):
     acted = sum(weight.numel() for name, weight in weights.items() if name.endswith("q_proj.weight"))
     share = 100 * acted / sum(weight.numel() for weight in weights.values())
     policy = add_adapter(tiny_model(), peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
-    assert describe_adapter(policy).startswith(f"the adapter acts on {share:.0f} % of the model's weights; ")
+    assert describe_adapter(policy).startswith(f"the adapter acts on {share:.0f} % of the model's weights, ")
 
 
 @pytest.mark.parametrize("init", ["orthogonal", "pissa", "olora"])

@@ -335,8 +335,8 @@ UNMATCHED = [
     ({"layers_to_transform": [0], "target_parameters": ["experts.down_proj"]}, "[0], but adapters are in [0, 1]"),
     ({"rank_pattern": {"v_proj": 4}}, "rank_pattern: 'v_proj' matches no layer with an adapter"),
     ({"alpha_pattern": {"q_proj": 4, "0.self_attn.q_proj": 2}}, "alpha_pattern: '0.self_attn.q_proj' matches no layer"),
-    ({"trainable_token_indices": [5, 300]}, "trainable_token_indices: 300 is none of the 300 tokens of the model"),
-    ({"trainable_token_indices": {"lm_head": [-1]}}, "trainable_token_indices: -1 is none of the 300 tokens"),
+    ({"trainable_token_indices": [5, 300]}, "trainable_token_indices: 300 is not one of the 300 tokens of the model"),
+    ({"trainable_token_indices": {"lm_head": [-1]}}, "trainable_token_indices: -1 is not one of the 300 tokens"),
     ({"target_modules": ["lm_head"], "ensure_weight_tying": True}, "LoRA on a tied head does not stay tied"),
 ]
 
@@ -489,4 +489,4 @@ def test_an_8bit_teacher_cannot_be_offloaded(tmp_path):
     config = hf_posttrain.KDConfig(output_dir=str(tmp_path), use_cpu=True, report_to="none")
     arguments = (tiny_model(), config, None, token_rows("kd"), None, byte_tokenizer())
     options = {"teacher_model": teacher, "teacher_offload": True}
-    assert "use 4bit, or do not offload" in refusal(hf_posttrain.KDTrainer, *arguments, **options)
+    assert "Use 4bit, or do not offload" in refusal(hf_posttrain.KDTrainer, *arguments, **options)

@@ -339,7 +339,7 @@ def test_left_to_itself_the_reference_scores_once_what_is_seen_twice(planned, ca
         )  # fmt: skip
     for part in (trainer.train_dataset, trainer.eval_dataset):
         assert ("ref_logps" in part.column_names) == cached
-    assert ("scored once beforehand" in caplog.text) == cached
+    assert ("scored once in advance" in caplog.text) == cached
     trainer.train()
     online = trainer.prepare(token_rows("dpo").select(range(5)), trainer.tokenizer, trainer.args, "other")
     later = trainer.evaluate(online)  # rows that come later are scored by the reference that was kept
