@@ -61,7 +61,7 @@ class Engine:
 def engine_from_file(config_file: Path) -> Engine:
     """Return the engine that a file for `accelerate launch --config_file` requests.
 
-    Raises InputError for a file that is no accelerate config.
+    Raises InputError for a file that is not a valid accelerate config.
     """
     try:
         settings = yaml.safe_load(config_file.read_text(encoding="utf-8"))
@@ -70,7 +70,9 @@ def engine_from_file(config_file: Path) -> Engine:
         zero = settings.get("deepspeed_config") or {}
         fsdp = settings.get("fsdp_config") or {}
     except (OSError, yaml.YAMLError, TypeError, KeyError, ValueError, AttributeError) as error:
-        raise InputError(f"{config_file}: no accelerate config with distributed_type and num_processes") from error
+        raise InputError(
+            f"{config_file}: not a valid accelerate config with distributed_type and num_processes"
+        ) from error
     check_accelerate_file(config_file)
     if "deepspeed_config_file" in zero:
         problem = "deepspeed_config_file is not supported by --check"

@@ -36,7 +36,7 @@ class Sample(NamedTuple):
     label: bool | None = None
     mask: list[int] | None = None  # of the only branch, once it is token ids
     tools: list | None = None
-    template_kwargs: dict | None = None  # options for the chat template; those of the row replace those of all rows
+    template_kwargs: dict | None = None  # options for the chat template, in which the row replaces defaults
     unread: tuple[str, ...] = ()  # parts of the messages that the chat template does not write
     images: tuple[dict, ...] = ()  # as returned by `images.to_stored_image`, in the order of their places in the text
     expansions: tuple[str, ...] = ()  # the text that replaces each image

@@ -1,7 +1,7 @@
 """Images of rows: their places in messages, their files, and the tokens that they become.
 
 A row has images in a column `image` or `images`, or inside messages as parts of a content. Within this package a
-content remains a string, in which `MARK` stands for each image. The processor of the model determines the text that
+content remains a string, in which `MARK` replaces each image. The processor of the model determines the text that
 replaces an image of some size (`ImageReader.expansion`), and makes the tensors that the vision encoder reads.
 """
 
@@ -59,7 +59,7 @@ def extract_images(row: dict, form: str, folder: str | None = None) -> tuple[dic
     row = dict(row)
     column, listed = _column_images(row)
     columns = [name for name in form.split(" + ") if name in _TEXT_COLUMNS]
-    if not columns:  # token ids include those of the images already
+    if not columns:  # token ids include the tokens of images already
         return row, [to_stored_image(value, folder) for value in listed]
 
     part_images: dict[str, list] = {}
@@ -209,7 +209,7 @@ def _insert_marks(row: dict, prompt_column: str, column: str, images: int, place
 
 
 def _placeholder_texts(value: object) -> Iterator[str]:
-    """Yield the texts of a column that may have a PLACEHOLDER, which excludes those of assistants."""
+    """Yield the texts of a column that may have a PLACEHOLDER, except for texts of assistants."""
     texts: list[str] = []
 
     def collect(text: str, _: str | None) -> str:
@@ -221,7 +221,7 @@ def _placeholder_texts(value: object) -> Iterator[str]:
 
 
 def _map_texts(value: object, change: Callable[[str, str | None], str]) -> Any:
-    """Return the value of a column with `change`(text, role) applied to all texts except those of assistants."""
+    """Return the value of a column with `change`(text, role) applied to all texts but an assistant's."""
     if isinstance(value, str):
         return change(value, "user")
     if not isinstance(value, list):

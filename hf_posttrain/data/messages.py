@@ -14,7 +14,7 @@ Messages = list[dict[str, Any]]
 _ROLES = {role: role for role in ("system", "user", "assistant", "tool")}
 _ROLE_ALIASES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant"}
 _CORRECTED_ROLES = _ROLES | _ROLE_ALIASES | {"bot": "assistant"}
-"""Lower-case names that a misspelt role may stand for -> the role that templates know."""
+"""Lower-case names that a misspelt role may resemble -> the role that templates know."""
 _SHAREGPT_ROLES = (
     _ROLES | _ROLE_ALIASES | {"function_call": "assistant", "observation": "tool", "function_response": "tool"}
 )

@@ -310,7 +310,7 @@ def columns_read(dataset: AnyDataset, name: str, method: Reader, config: object)
 
 
 def _answer_columns(method: Reader) -> set[str]:
-    """Return columns, in addition to those of the format, that mark an answer of the data as right or wrong."""
+    """Return columns, in addition to the format's, that mark an answer of the data as right or wrong."""
     return {"label"} if method.rows.sampled else set()
 
 

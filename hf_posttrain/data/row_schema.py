@@ -48,9 +48,14 @@ class Reader(Protocol):
     """The name of a method, or of another consumer of rows, and the kind of rows that it reads."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Name in messages."""
+        ...
+
     @property
-    def rows(self) -> RowKind: ...
+    def rows(self) -> RowKind:
+        """The kind of rows."""
+        ...
 
 
 _PAIRS = (

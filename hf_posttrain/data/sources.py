@@ -236,7 +236,7 @@ def _read(path: Path, source: Any) -> AnyDataset:
 
 
 def _check_unread_files(folder: Path, files: Mapping[Any, list[str]], split: str) -> None:
-    """Raise InputError for files of a folder that belong to none of its splits, and log those of other splits.
+    """Raise InputError for files of a folder that belong to no split, and log files of other splits.
 
     Args:
         folder: The folder.

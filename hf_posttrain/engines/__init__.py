@@ -1,1 +1,1 @@
-"""What differs between one process, DDP, FSDP2 and DeepSpeed ZeRO."""
+"""Engines: one process, DDP, FSDP2 and DeepSpeed ZeRO, and the differences between them."""

@@ -1,4 +1,4 @@
-"""Keys of Accelerate's and DeepSpeed's config files that these packages would drop without a word."""
+"""Detection of keys in config files of Accelerate and DeepSpeed that these packages ignore without a warning."""
 
 import difflib
 import json
@@ -14,7 +14,7 @@ from accelerate.commands.launch import launch_command_parser
 from ..errors import InputError, LaunchError, name_hint
 
 _SECTIONS = {"fsdp_config": "FSDP", "deepspeed_config": "DEEPSPEED", "megatron_lm_config": "MEGATRON_LM"}
-"""Section of a file for `accelerate launch` -> the distributed_type that reads it."""
+"""Section of a file for `accelerate launch` -> the distributed_type that it is valid with."""
 _PREFIXES = {"fsdp_config": "fsdp_", "fp8_config": "fp8_", "dynamo_config": "dynamo_"}
 """Section -> the prefix that Accelerate adds to a key that lacks it."""
 
@@ -47,45 +47,50 @@ _DEEPSPEED_KEYS = {
     "wandb",
     "zero_optimization",
 }
-"""Keys at the top of a DeepSpeed config that its module of constants does not have."""
+"""Top-level keys of a DeepSpeed config that are not among the constants of its module `constants`."""
 
 
 def check_accelerate_file(file: Path) -> None:
-    """Raise LaunchError for a key of a file for `accelerate launch` that is not read."""
+    """Raise LaunchError for a key of a file for `accelerate launch` that Accelerate ignores."""
     try:
-        given = yaml.safe_load(file.read_text(encoding="utf-8"))
+        settings = yaml.safe_load(file.read_text(encoding="utf-8"))
         load_config_from_file(str(file))
     except (OSError, yaml.YAMLError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise LaunchError(f"{file}: no accelerate config: {' '.join(str(error).split())}") from error
-    for problem in _accelerate_problems(given):
+        raise LaunchError(f"{file}: not a valid accelerate config: {' '.join(str(error).split())}") from error
+    for problem in _accelerate_problems(settings):
         raise LaunchError(f"{file}: {problem}")
-    if theirs := (given.get("deepspeed_config") or {}).get("deepspeed_config_file"):
-        check_deepspeed(theirs)
+    if deepspeed_file := (settings.get("deepspeed_config") or {}).get("deepspeed_config_file"):
+        check_deepspeed(deepspeed_file)
 
 
-def _accelerate_problems(given: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is wrong with the sections; Accelerate itself rejects unknown keys outside of them."""
-    kind = str(given["distributed_type"]).upper()
+def _accelerate_problems(settings: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the problems of the sections. Accelerate itself rejects unknown keys outside of them."""
+    distributed_type = str(settings["distributed_type"]).upper()
     known = vars(launch_command_parser().parse_args(["script.py"]))
-    for name, section in given.items():
+    for name, section in settings.items():
         if not isinstance(section, dict) or not section:
             continue
-        reader = _SECTIONS.get(name, kind)
-        if reader != kind:
-            yield f"{name} is read with distributed_type: {reader}, and it is {kind}: change it, or drop the section"
+        required = _SECTIONS.get(name, distributed_type)
+        if required != distributed_type:
+            yield (
+                f"{name} is only valid with distributed_type: {required}, and it is {distributed_type}. Change it, or "
+                "remove the section"
+            )
         for key in map(str, section):
             prefix = _PREFIXES.get(name, "")
             argument = key if key.startswith(prefix) else prefix + key
             if argument not in known:
-                # the names of a section's keys, to suggest one of them
-                near = name_hint(argument, [one for one in known if one.startswith(prefix)], list_valid=False)
-                if key == "amax_compute_algorithm":  # as `accelerate config` itself writes it
-                    near = "; rename it to 'amax_compute_algo', which Accelerate reads"
-                yield f"{name}: Accelerate drops the unknown key {key!r}{near}"
+                hint = name_hint(argument, [valid for valid in known if valid.startswith(prefix)], list_valid=False)
+                if key == "amax_compute_algorithm":  # written by `accelerate config`
+                    hint = "; rename it to 'amax_compute_algo', which Accelerate reads"
+                yield f"{name}: Accelerate ignores the unknown key {key!r}{hint}"
 
 
 def find_launch_config() -> Path | None:
-    """Return the config file of the `accelerate launch` that started this process, where the system shows it."""
+    """Return the config file of the `accelerate launch` that started this process, or None if it is unknown.
+
+    It is read from the command line of the parent process, which only some systems provide.
+    """
     if "ACCELERATE_MIXED_PRECISION" not in os.environ:
         return None
     try:
@@ -96,39 +101,42 @@ def find_launch_config() -> Path | None:
     begin = next((n for n, word in enumerate(words, 1) if Path(word).name.startswith("accelerate")), None)
     if begin is None:
         return None
-    options = words[begin + (words[begin] == "launch") :]
-    # the parser leaves all that follows the script to it, which may have a --config_file of its own
-    given = launch_command_parser().parse_known_args(options)[0].config_file
-    return Path(given) if given and Path(given).is_file() else None
+    arguments = words[begin + (words[begin] == "launch") :]
+    # the parser does not read arguments after the script, which may have another --config_file
+    config_file = launch_command_parser().parse_known_args(arguments)[0].config_file
+    return Path(config_file) if config_file and Path(config_file).is_file() else None
 
 
-def check_deepspeed(given: object) -> None:
-    """Raise InputError for a key at the top of a DeepSpeed config that resembles one of DeepSpeed's, or belongs into a
-    section: DeepSpeed ignores unknown keys there, and rejects them in sections.
+def check_deepspeed(config: object) -> None:
+    """Raise InputError for a top-level key of a DeepSpeed config that DeepSpeed ignores.
 
-    given: a file or a mapping.
+    DeepSpeed rejects unknown keys in sections, but ignores them at the top level. A key is reported if it belongs into
+    the section `zero_optimization`, or if it is similar to a key of DeepSpeed.
+
+    Args:
+        config: The path of a JSON file, or a mapping.
     """
-    where = "deepspeed"
-    tree = given
-    if isinstance(given, str | os.PathLike):
-        where = str(given)
+    location = "deepspeed"
+    settings = config
+    if isinstance(config, str | os.PathLike):
+        location = str(config)
         try:
-            tree = json.loads(Path(given).read_text(encoding="utf-8"))
-        except (OSError, ValueError):  # transformers reports it, and reads base64 too
+            settings = json.loads(Path(config).read_text(encoding="utf-8"))
+        except (OSError, ValueError):  # transformers reports it, and also reads base64
             return
-    if not isinstance(tree, Mapping):
+    if not isinstance(settings, Mapping):
         return
     from deepspeed.runtime import constants
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     values = (value for name, value in vars(constants).items() if name.isupper())
     fields = DeepSpeedZeroConfig.model_fields
-    of_zero = {"zero", "zero_stage", *fields, *(field.alias for field in fields.values())}
+    zero_keys = {"zero", "zero_stage", *fields, *(field.alias for field in fields.values())}
     known = _DEEPSPEED_KEYS | {value for value in values if isinstance(value, str) and value.isidentifier()}
-    for key in map(str, tree):
+    for key in map(str, settings):
         if key in known:
             continue
-        if key in of_zero:
-            raise InputError(f"{where}: DeepSpeed ignores {key!r} at the top: write it into zero_optimization")
-        if close := difflib.get_close_matches(key, known, 1, 0.85):
-            raise InputError(f"{where}: DeepSpeed ignores the unknown key {key!r}; did you mean {close[0]!r}?")
+        if key in zero_keys:
+            raise InputError(f"{location}: DeepSpeed ignores {key!r} at the top level. Move it into zero_optimization")
+        if similar := difflib.get_close_matches(key, known, 1, 0.85):
+            raise InputError(f"{location}: DeepSpeed ignores the unknown key {key!r}; did you mean {similar[0]!r}?")

@@ -1,42 +1,49 @@
-"""Which of the rows that a loader has drawn count: all but those that Accelerate repeats."""
+"""Mask of the rows that Accelerate repeats to complete the last batch of a pass, which must not count twice."""
 
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import GradientState
 
 from ..batching.micro_batch import Batch
 
 
 def mask_duplicate_rows(batch: Batch, accelerator: Accelerator) -> Batch:
-    """Add `row_weights` [rows], just after the batch was drawn, so that no row counts twice: 0 for the first rows of a
-    pass, which Accelerate repeats to fill up its last batch for all ranks.
+    """Add `row_weights` [rows] to a batch, with 0 for the rows that Accelerate repeats, and 1 for all others.
 
-    What `sequence.shard_loader` cut was weighed before. The length of a stream is not known: its rows all count.
+    Accelerate repeats the first rows of a pass to complete its last batch for all ranks. The length of a stream is
+    unknown, so all of its rows count.
+
+    Args:
+        batch: The batch, directly after the loader returned it. Batches that `sequence.shard_batch` has split have
+            weights already, and are returned unchanged.
+        accelerator: The accelerator of the run.
     """
     if batch.row_weights is not None:
         return batch
-    drawn = accelerator.gradient_state
+    state = accelerator.gradient_state
     size = len(batch.index)
     ranks = accelerator.num_processes
-    last = 0  # rows in a last batch that was filled up, over all ranks
-    if ranks > 1 and drawn.end_of_dataloader:
-        last = _rows_of_pass(drawn) % (size * ranks)
-    # ranks take the rows of a global batch in their order: those from `last` on are repeated
-    place = torch.arange(size, device=batch.index.device) + size * accelerator.process_index
-    return batch.replace(row_weights=(place < (last or size * ranks)).float())
+    unique_rows = 0  # in a last batch that was completed, over all ranks
+    if ranks > 1 and state.end_of_dataloader:
+        unique_rows = _rows_per_pass(state) % (size * ranks)
+    # ranks take the rows of a global batch in order, and those from `unique_rows` on are repeated
+    positions = torch.arange(size, device=batch.index.device) + size * accelerator.process_index
+    return batch.replace(row_weights=(positions < (unique_rows or size * ranks)).float())
 
 
-def _rows_of_pass(drawn: Any) -> int:
-    """How many rows the sampler of the active loader draws in a pass, which need not be those of the data; 0: no batch
-    is filled up, or the number is not known.
+def _rows_per_pass(state: GradientState) -> int:
+    """Return the number of rows in a pass of the active loader's sampler, which may differ from the data set's.
+
+    It is 0 if no batch is completed, or if the number is unknown.
     """
-    sampler: Any = getattr(drawn.active_dataloader, "batch_sampler", None)
-    while hasattr(sampler, "batch_sampler"):  # around the loader's own: a rank's share, what a resumed run skips
+    sampler: Any = getattr(state.active_dataloader, "batch_sampler", None)
+    while hasattr(sampler, "batch_sampler"):  # wrappers for the share of a rank, or to skip batches of a resumed run
         sampler = sampler.batch_sampler
     if getattr(sampler, "drop_last", False):
         return 0
     try:
         return len(sampler.sampler)
-    except (AttributeError, TypeError):  # a batch sampler of the user's, a stream
-        return max(0, drawn.remainder)
+    except (AttributeError, TypeError):  # a user's batch sampler, or a stream
+        return max(0, state.remainder)

@@ -1,7 +1,7 @@
-"""Which engine runs (one process, DDP, FSDP2, DeepSpeed ZeRO-1, 2 or 3), and what each training step needs of it.
+"""Name of the engine (one process, DDP, FSDP2, DeepSpeed ZeRO-1, 2 or 3), and its requirements in each training step.
 
-The rest is Accelerate's: `trainer.model_wrapped` is called like the model itself on every engine. What FSDP2 and ZeRO-3
-need for weights that are cut over the ranks is in `sharded`.
+Accelerate provides the rest: `trainer.model_wrapped` is called like the model on every engine. `sharded` has the
+functions that FSDP2 and ZeRO-3 require for sharded weights.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -15,33 +15,40 @@ from . import sharded
 
 
 def engine_name(accelerator: Accelerator) -> str:
-    """single, ddp, fsdp2, zero1, zero2 or zero3."""
+    """Return the name of the engine: single, ddp, fsdp2, zero1, zero2 or zero3."""
     if accelerator.state.deepspeed_plugin is not None:
         return f"zero{zero_stage(accelerator)}"
     return "fsdp2" if accelerator.is_fsdp2 else "single" if accelerator.num_processes == 1 else "ddp"
 
 
 def zero_stage(accelerator: Accelerator) -> int:
-    """0 without DeepSpeed."""
+    """Return the ZeRO stage, or 0 without DeepSpeed."""
     plugin = accelerator.state.deepspeed_plugin
     return 0 if plugin is None else plugin.zero_stage
 
 
 def shards_weights(accelerator: Accelerator) -> bool:
-    """Does the engine cut the weights of a model over the ranks?"""
+    """Return whether the engine shards the weights of a model over the ranks."""
     return accelerator.is_fsdp2 or zero_stage(accelerator) == 3
 
 
 def changes_weights(accelerator: Accelerator) -> bool:
-    """Does the engine cut or cast weights when training begins, so that the policy cannot score (rightly) before?"""
+    """Return whether the engine shards or casts weights when training begins.
+
+    The policy cannot score correctly before that.
+    """
     return engine_name(accelerator) not in ("single", "ddp")
 
 
 def prepare_frozen(model: nn.Module, accelerator: Accelerator, offload: bool = False) -> nn.Module:
-    """`model`, wrapped and cut as the policy is, or moved to the device where nothing is cut. Changes it in place.
+    """Wrap and shard a frozen model as the policy is, or move it to the device if the engine does not shard weights.
 
-    Under DeepSpeed it gets the policy's dtype: bf16 means bf16 weights there, not autocast.
-    offload: shards live in CPU memory (the caller moves a model that is not cut by itself).
+    Under DeepSpeed the model gets the dtype of the policy, since bf16 means bf16 weights there, not autocast.
+
+    Args:
+        model: The model, which is changed in place.
+        accelerator: The accelerator of the run.
+        offload: Whether shards are kept in CPU memory. The caller moves a model that is not sharded.
     """
     if shards_weights(accelerator):
         return sharded.prepare_frozen(model, accelerator, offload)
@@ -51,11 +58,16 @@ def prepare_frozen(model: nn.Module, accelerator: Accelerator, offload: bool = F
 
 
 def gather_policy(model: nn.Module, accelerator: Accelerator) -> AbstractContextManager[nn.Module]:
-    """The unwrapped policy with all its weights on each rank, without hooks: inside no forward waits for another rank.
+    """Return a context with the unwrapped policy, all weights of which are on each rank.
 
-    model: the wrapped policy. All ranks enter together; it costs one gather of all weights, and their memory.
+    Hooks are removed, so that no forward in the context waits for another rank. All ranks must enter the context
+    together. It costs one gather of all weights, and their memory.
+
+    Args:
+        model: The wrapped policy.
+        accelerator: The accelerator of the run.
     """
-    # before training begins nothing is cut yet
+    # weights are not sharded before training begins
     if zero_stage(accelerator) == 3 and hasattr(model, "module"):
         return sharded.gather_zero3(model)
     if isinstance(model, FSDPModule):

@@ -1,4 +1,4 @@
-"""Weights that FSDP2 or DeepSpeed's ZeRO-3 cut over the ranks: the policy's, and those of a frozen second model."""
+"""Weights of the policy and of frozen models that FSDP2 or DeepSpeed's ZeRO-3 shard over the ranks."""
 
 import copy
 import dataclasses
@@ -13,14 +13,15 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 
 
-def original_class(module: nn.Module) -> Any:
-    """The module's class without what FSDP2 adds to it."""
+def original_class(module: nn.Module) -> type:
+    """Return the class of a module without the mixin of FSDP2."""
     return type(module).__bases__[1] if isinstance(module, FSDPModule) else type(module)
 
 
 def keep_full_precision(accelerator: Accelerator) -> None:
-    """Mixed precision of FSDP2 without what Accelerate adds: log-probabilities rounded to bf16, and gradients summed
-    over the ranks in bf16.
+    """Remove two settings that Accelerate adds to the mixed precision of FSDP2.
+
+    They round log-probabilities to bf16, and sum gradients over the ranks in bf16.
     """
     plugin = accelerator.state.fsdp_plugin if accelerator.is_fsdp2 else None
     if plugin is not None and (policy := plugin.mixed_precision_policy) is not None:
@@ -28,87 +29,99 @@ def keep_full_precision(accelerator: Accelerator) -> None:
 
 
 def set_wrapped_layers(accelerator: Accelerator, model: nn.Module) -> None:
-    """FSDP2's units, where none are named, are the layers that a model has: Accelerate refuses one that names those of
-    a part that it lacks (the tower for pictures of Qwen3.5, as a text model).
+    """Set the units of FSDP2 to the layers of the model, unless the plugin names some.
+
+    Accelerate rejects a model that names layers of a part that it lacks, such as the vision encoder of Qwen3.5, which
+    is loaded as a text model.
     """
     plugin = accelerator.state.fsdp_plugin if accelerator.is_fsdp2 else None
     if plugin is not None and plugin.transformer_cls_names_to_wrap is None:
         plugin.transformer_cls_names_to_wrap = _layer_classes(model)
 
 
-def _layer_classes(model: Any) -> list[str]:
-    """The names of its classes of layers, which are never cut further."""
-    return sorted({type(module).__name__ for module in model.modules()} & {*(model._no_split_modules or ())})
+def _layer_classes(model: nn.Module) -> list[str]:
+    """Return the class names of a model's layers, which are the smallest units that are sharded."""
+    no_split: Any = model._no_split_modules
+    return sorted({type(module).__name__ for module in model.modules()} & {*(no_split or ())})
 
 
 # ---- frozen models
 
 
 def prepare_frozen(model: nn.Module, accelerator: Accelerator, offload: bool) -> nn.Module:
-    """`model`, wrapped and cut as the policy is, in eval mode. offload: shards live in CPU memory."""
-    pinned = accelerator.device.type == "cuda"
+    """Wrap and shard a frozen model as the policy is, in eval mode.
+
+    Args:
+        model: The model, which is changed in place.
+        accelerator: The accelerator of the run.
+        offload: Whether shards are kept in CPU memory.
+    """
+    pin_memory = accelerator.device.type == "cuda"
     if accelerator.is_fsdp2:
-        return _with_fsdp2(model, accelerator, CPUOffloadPolicy(pin_memory=pinned) if offload else None).eval()
+        return _wrap_fsdp2(model, accelerator, CPUOffloadPolicy(pin_memory=pin_memory) if offload else None).eval()
     import deepspeed
 
-    # an engine of its own without optimizer
+    # a separate DeepSpeed engine without optimizer
     config = _inference_config(accelerator)
     if offload:
-        config["zero_optimization"]["offload_param"] = {"device": "cpu", "pin_memory": pinned}
+        config["zero_optimization"]["offload_param"] = {"device": "cpu", "pin_memory": pin_memory}
     wrapped = deepspeed.initialize(model=model, config=config)[0]
     wrapped.eval()
     return wrapped
 
 
-def _with_fsdp2(model: nn.Module, accelerator: Accelerator, offload: CPUOffloadPolicy | None) -> nn.Module:
-    """Accelerate's own wrapping, around the layers of this model's architecture instead of the policy's."""
+def _wrap_fsdp2(model: nn.Module, accelerator: Accelerator, offload: CPUOffloadPolicy | None) -> nn.Module:
+    """Wrap a model with Accelerate's function, around the layers of its architecture instead of the policy's."""
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
-    # what this changes in the run's plugin is put back: the policy is wrapped by it too
+    # the plugin of the run also wraps the policy, so that its values are restored
     plugin = accelerator.state.fsdp_plugin
     changed = ("transformer_cls_names_to_wrap", "auto_wrap_policy", "cpu_offload")
-    kept = {name: getattr(plugin, name) for name in changed}
+    original = {name: getattr(plugin, name) for name in changed}
     layers = {type(module).__name__ for module in model.modules()}
     if plugin.transformer_cls_names_to_wrap and not layers & set(plugin.transformer_cls_names_to_wrap):
-        plugin.transformer_cls_names_to_wrap = _layer_classes(model)  # another architecture than the policy's: its own
+        plugin.transformer_cls_names_to_wrap = _layer_classes(model)  # another architecture than that of the policy
     plugin.cpu_offload = offload or plugin.cpu_offload
     try:
         return fsdp2_prepare_model(accelerator, model)
     finally:
-        for name, value in kept.items():
+        for name, value in original.items():
             setattr(plugin, name, value)
 
 
 def _inference_config(accelerator: Accelerator) -> dict[str, Any]:
-    """DeepSpeed's config of the run, for a model that is not trained."""
-    whole = copy.deepcopy(accelerator.state.deepspeed_plugin.deepspeed_config)
-    whole["zero_optimization"].pop("offload_optimizer", None)
-    return {name: value for name, value in whole.items() if name not in ("optimizer", "scheduler")}
+    """Return DeepSpeed's config of the run for a model that is not trained."""
+    config = copy.deepcopy(accelerator.state.deepspeed_plugin.deepspeed_config)
+    config["zero_optimization"].pop("offload_optimizer", None)
+    return {name: value for name, value in config.items() if name not in ("optimizer", "scheduler")}
 
 
-# ---- the policy, gathered
+# ---- the gathered policy
 
 
 @contextmanager
 def gather_zero3(model: Any) -> Iterator[nn.Module]:
-    """The policy inside its DeepSpeed engine with every weight gathered and DeepSpeed's hooks off."""
+    """Yield the policy of a DeepSpeed engine with all weights gathered and without DeepSpeed's hooks."""
     from deepspeed.runtime.zero.stage3 import unwrap_model_for_generation
 
-    weights = model.optimizer.parameter_offload
-    model.empty_partition_cache()  # what a forward prefetched for the next one
-    # DeepSpeed's own context leaves the hook that compares ranks, so it is taken off here and put back
-    weights.fwd_pre_hook.remove()
+    offload = model.optimizer.parameter_offload
+    model.empty_partition_cache()  # weights that a forward prefetched for the next one
+    # DeepSpeed's context leaves the hook that compares ranks, so that it is removed here and restored
+    offload.fwd_pre_hook.remove()
     try:
         with unwrap_model_for_generation(model):
             yield model.module
     finally:
-        compare = lambda *_: weights.get_param_coordinator().reset_step()  # noqa: E731
-        weights.fwd_pre_hook = model.module.register_forward_pre_hook(compare)
+
+        def reset_step(*_: object) -> None:
+            offload.get_param_coordinator().reset_step()
+
+        offload.fwd_pre_hook = model.module.register_forward_pre_hook(reset_step)
 
 
 @contextmanager
 def gather_fsdp2(model: Any, accelerator: Accelerator) -> Iterator[nn.Module]:
-    """The policy without other wrappers, every FSDP2 unit of it gathered; a forward does not cut it again."""
+    """Yield the unwrapped policy with all FSDP2 units gathered, which a forward does not shard again."""
     plugin = accelerator.state.fsdp_plugin
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     layers = set(plugin.transformer_cls_names_to_wrap or model._no_split_modules)
@@ -119,43 +132,48 @@ def gather_fsdp2(model: Any, accelerator: Accelerator) -> Iterator[nn.Module]:
         yield accelerator.unwrap_model(model)
     finally:
         for unit in units:
-            unit.reshard()  # embeddings and head stay gathered from forward to backward, as Accelerate has it
+            unit.reshard()
+            # as in Accelerate, embeddings and LM head stay gathered from forward to backward
             is_layer = type(unit).__name__.removeprefix("FSDP") in layers
             unit.set_reshard_after_forward(plugin.reshard_after_forward and is_layer, recurse=False)
 
 
 def iter_gathered(tensors: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Each of these weights by its name, whole on every rank until the next one. All ranks run through all."""
+    """Yield (name, weight) of each weight, which is complete on every rank until the next one.
+
+    All ranks must iterate over all weights.
+    """
     for name, tensor in tensors.items():
         with gather_parameters(tensor):
-            if isinstance(tensor, DTensor):  # an offloaded one where its collectives run
-                there: Any = tensor.to(tensor.device_mesh.device_type)
-                yield name, there.full_tensor()
+            if isinstance(tensor, DTensor):
+                # an offloaded weight moves to the device, where its collectives run
+                on_device: Any = tensor.to(tensor.device_mesh.device_type)
+                yield name, on_device.full_tensor()
             else:
                 yield name, tensor
 
 
-# ---- models that DeepSpeed cut while they were loaded
+# ---- models that DeepSpeed shards while they are loaded
 
 
-def gather_parameters(*tensors: nn.Parameter | Any) -> AbstractContextManager:
-    """All of these weights on each rank inside, where DeepSpeed cut them."""
-    cut = [tensor for tensor in tensors if hasattr(tensor, "ds_id")]
-    if not cut:
+def gather_parameters(*tensors: Tensor) -> AbstractContextManager:
+    """Return a context in which all of these weights are complete on each rank, if DeepSpeed has sharded them."""
+    shards = [tensor for tensor in tensors if hasattr(tensor, "ds_id")]
+    if not shards:
         return nullcontext()
     import deepspeed
 
-    return deepspeed.zero.GatheredParameters(cut)
+    return deepspeed.zero.GatheredParameters(shards)
 
 
 def copy_model(model: nn.Module, accelerator: Accelerator) -> nn.Module:
-    """A deep copy of a model; where DeepSpeed has cut its weights they are gathered, copied and cut one by one."""
-    twin = copy.deepcopy(model)
-    for own, theirs in zip(model.parameters(), twin.parameters(), strict=True):
-        if hasattr(own, "ds_id"):  # what was copied is an empty stand-in
+    """Return a deep copy of a model. Weights that DeepSpeed has sharded are gathered, copied and sharded one by one."""
+    duplicate = copy.deepcopy(model)
+    for source, target in zip(model.parameters(), duplicate.parameters(), strict=True):
+        if hasattr(source, "ds_id"):  # the deep copy of a sharded weight is empty
             import deepspeed
 
-            with gather_parameters(own):
-                theirs.data = own.detach().clone()
-            deepspeed.zero.Init(nn.ParameterList([theirs]), config_dict_or_path=_inference_config(accelerator))
-    return twin
+            with gather_parameters(source):
+                target.data = source.detach().clone()
+            deepspeed.zero.Init(nn.ParameterList([target]), config_dict_or_path=_inference_config(accelerator))
+    return duplicate

@@ -145,7 +145,7 @@ class PostTrainer(StepMixin, EvaluationMixin, SavingMixin, ResumeMixin, metaclas
         layout = choose_layout(self.scored, args.layout, args.max_length)
         reader = get_image_reader(self.tokenizer)
         # a vision encoder that is sharded or trained runs on each batch, also without images
-        always = args.train_vision or bool(launch.requested_engine(args).shards)
+        always = args.train_vision or bool(launch.requested_engine(args).sharding_engine)
         vision_inputs = None if reader is None else VisionInputs.from_model(self.scored[0], reader, always)
         collator = self.collator_class(self.examples, layout, row_multiple(self.scored), vision_inputs=vision_inputs)
         if vision_inputs is not None:

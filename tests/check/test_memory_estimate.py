@@ -42,7 +42,7 @@ from hf_posttrain.errors import InputError
 from hf_posttrain.methods import METHODS as TABLE
 from hf_posttrain.models.config import ModelSection
 from hf_posttrain.models.load import load_model
-from hf_posttrain.recipe import build as parts
+from hf_posttrain.recipe import build
 from hf_posttrain.recipe.datasets import prepare_data
 from hf_posttrain.recipe.read import load_recipe
 from hf_posttrain.scoring.layouts import Branch, Example, collate
@@ -111,7 +111,7 @@ def test_engines_of_the_shipped_accelerate_configs():
 
 def test_a_file_that_is_no_accelerate_config(tmp_path):
     (tmp_path / "x.yaml").write_text("method: sft\n")
-    with pytest.raises(InputError, match=r"x\.yaml: no accelerate config"):
+    with pytest.raises(InputError, match=r"x\.yaml: not a valid accelerate config"):
         engine_from_file(tmp_path / "x.yaml")
 
 
@@ -295,8 +295,8 @@ def write_recipe(folder, name):
 def prepared(path, *overrides):
     """The arguments of `memory.estimate`."""
     recipe = load_recipe(path, overrides)
-    trainer_class, config = parts.configure(recipe)
-    tokenizer, _ = parts.check_models(recipe)
+    trainer_class, config = build.configure(recipe)
+    tokenizer, _ = build.check_models(recipe)
     return recipe, config, trainer_class, prepare_data(recipe, trainer_class, tokenizer, config)[0]
 
 

@@ -117,7 +117,7 @@ def trained_by_environment(rank, env, folder):
     trainer = trainer_for("sft", tiny_model(), token_rows("sft"), folder, per_device_train_batch_size=2)
     launch.check_accelerator(trainer.accelerator, trainer.args)
     trainer.train()
-    asked = launch.asked(trainer.args)
+    asked = launch.requested_engine(trainer.args)
     zero = trainer.accelerator.state.deepspeed_plugin
     assert (asked.fsdp == 2) == trainer.accelerator.is_fsdp2
     assert asked.state_dict_type in ("", "FULL_STATE_DICT")
@@ -234,28 +234,28 @@ def zero(stage, **fields):
 
 RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
 BY_FSDP = RANK | {"ACCELERATE_USE_FSDP": "true"}
-SHARDED_BEST = "load_best_model_at_end crashes or loads wrong weights with FSDP2's SHARDED_STATE_DICT"
+SHARDED_BEST = "load_best_model_at_end is not supported with FSDP2's SHARDED_STATE_DICT"
 
 
 @pytest.mark.parametrize(
     ("args", "env", "message"),
     [
-        (fsdp(1), RANK, "FSDP1 is deprecated"),
-        (asking(), BY_FSDP, "FSDP1 is deprecated"),  # Accelerate's default
-        (asking(), BY_FSDP | {"FSDP_VERSION": "1"}, "set version: 2 in fsdp_config"),
+        (fsdp(1), RANK, "FSDP1 is not supported"),
+        (asking(), BY_FSDP, "FSDP1 is not supported"),  # Accelerate's default
+        (asking(), BY_FSDP | {"FSDP_VERSION": "1"}, "Set version: 2 in fsdp_config"),
         (fsdp(state="sharded_state_dict", load_best_model_at_end=True), RANK, SHARDED_BEST),
         (asking(load_best_model_at_end=True), BY_FSDP | {"FSDP_VERSION": "2"}, SHARDED_BEST),  # its default again
-        (asking(world_size=1), RANK, "WORLD_SIZE says 2 processes, and this one would train alone: start all with"),
-        (asking(world_size=1), {"SLURM_STEP_NUM_TASKS": "8"}, "SLURM_STEP_NUM_TASKS says 8 processes"),
+        (asking(world_size=1), RANK, "WORLD_SIZE is 2, and this process would train alone. Start all processes with"),
+        (asking(world_size=1), {"SLURM_STEP_NUM_TASKS": "8"}, "SLURM_STEP_NUM_TASKS is 8, and this process would train alone"),
         (
             asking(world_size=1),
             {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "ACCELERATE_MIXED_PRECISION": "no"},
-            "accelerate launch was asked for several processes and started one",
+            "accelerate launch is configured for several processes, and started one",
         ),
-        (fsdp(world_size=1), {}, "fsdp needs a launcher"),
-        (zero(3, world_size=1), {}, "deepspeed needs a launcher"),
+        (fsdp(world_size=1), {}, "fsdp requires a launcher"),
+        (zero(3, world_size=1), {}, "deepspeed requires a launcher"),
         (asking(), RANK | {"ACCELERATE_MIXED_PRECISION": "bf16"}, "mixed_precision is bf16, but bf16 and fp16 are off"),
-        (asking(bf16=True), RANK | {"ACCELERATE_MIXED_PRECISION": "fp16"}, "is fp16, but bf16 is on here: say fp16"),
+        (asking(bf16=True), RANK | {"ACCELERATE_MIXED_PRECISION": "fp16"}, "is fp16, but bf16 is on. Set fp16"),
     ],
 )
 def test_what_is_refused(args, env, message):
@@ -286,7 +286,7 @@ def test_a_launch_of_one_process_instead_of_two_is_refused(monkeypatch, tmp_path
     monkeypatch.setattr(os, "environ", copy.deepcopy(os.environ))  # as `datasets` does after a map on several processes
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "ACCELERATE_MIXED_PRECISION": "no"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(LaunchError, match="asked for several processes and started one"):
+    with pytest.raises(LaunchError, match="configured for several processes, and started one"):
         SFTConfig(output_dir=str(tmp_path), use_cpu=True)
     monkeypatch.setenv("MASTER_ADDR", "node1")  # the cluster's own, of a launch with single.yaml
     SFTConfig(output_dir=str(tmp_path), use_cpu=True)
@@ -297,7 +297,7 @@ def test_a_mistake_of_the_launch_names_no_line_of_the_recipe(monkeypatch, capsys
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "ACCELERATE_MIXED_PRECISION": "no"}.items():
         monkeypatch.setenv(name, value)
     assert run.main(["recipes/tiny/sft_student.yaml"]) == 2
-    assert capsys.readouterr().err.startswith("error: accelerate launch was asked for several processes")
+    assert capsys.readouterr().err.startswith("error: accelerate launch is configured for several processes")
 
 
 def test_recipes_are_refused_before_a_model_is_loaded(monkeypatch, capsys, tmp_path):
@@ -310,17 +310,17 @@ def test_recipes_are_refused_before_a_model_is_loaded(monkeypatch, capsys, tmp_p
     model = ["model.name_or_path=recipes/tiny/student", "model.from_scratch=true"]
     assert run.main([recipe, *model, "train.fsdp=true", "train.fsdp_config={version: 1}"]) == 2
     assert capsys.readouterr().err == (
-        "error: fsdp needs a launcher, on one GPU too: torchrun --nproc_per_node N -m hf_posttrain.run RECIPE.yaml\n"
+        "error: fsdp requires a launcher, even on one GPU. Use torchrun --nproc_per_node N -m hf_posttrain.run RECIPE.yaml\n"
     )
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     assert run.main([recipe, *model]) == 2
     assert "error: " in (error := capsys.readouterr().err)
-    assert "FSDP1 is deprecated" in error
+    assert "FSDP1 is not supported" in error
     monkeypatch.setenv("FSDP_VERSION", "2")
     quantised = [f"model.name_or_path={tmp_path}/saved", "model.lora={r: 2}", "model.quantization=8bit"]
     assert run.main([recipe, *quantised]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: command line: model.quantization: FSDP2 cannot cut 8bit weights over the ranks: ")
+    assert error.startswith("error: command line: model.quantization: FSDP2 cannot shard 8bit weights over the ranks. ")
     assert error.count("\n") == 1
 
 
@@ -331,11 +331,11 @@ def test_recipes_are_refused_before_a_model_is_loaded(monkeypatch, capsys, tmp_p
     ("name", "change", "message"),
     [
         ("fsdp2", {"fsdp_config": {"fsdp_version": 2, "fsdp_offload_parms": True}}, "mean 'fsdp_offload_params'"),
-        ("fsdp2", {"fsdp_config": {"version": 2, "offload_parms": True}}, "drops the unknown key 'offload_parms'; did"),
-        ("zero2", {"deepspeed_config": {"zero_stag": 3}}, "deepspeed_config: Accelerate drops the unknown"),
-        ("zero2", {"fsdp_config": {"fsdp_version": 2}}, "fsdp_config is read with distributed_type: FSDP, and it"),
-        ("ddp", {"deepspeed_config": {"zero_stage": 3}}, "distributed_type: DEEPSPEED, and it is MULTI_GPU: change it"),
-        ("ddp", {"mixed_precison": "bf16"}, "no accelerate config: .*unknown keys (['mixed_precison'])"),
+        ("fsdp2", {"fsdp_config": {"version": 2, "offload_parms": True}}, "ignores the unknown key 'offload_parms'; did"),
+        ("zero2", {"deepspeed_config": {"zero_stag": 3}}, "deepspeed_config: Accelerate ignores the unknown"),
+        ("zero2", {"fsdp_config": {"fsdp_version": 2}}, "fsdp_config is only valid with distributed_type: FSDP, and it"),
+        ("ddp", {"deepspeed_config": {"zero_stage": 3}}, "distributed_type: DEEPSPEED, and it is MULTI_GPU. Change it"),
+        ("ddp", {"mixed_precison": "bf16"}, "not a valid accelerate config: .*unknown keys (['mixed_precison'])"),
         ("ddp", {"dynamo_config": {"backnd": "inductor"}}, "did you mean 'dynamo_backend'"),
         ("ddp", {"fp8_config": {"amax_compute_algorithm": "max"}}, "rename it to 'amax_compute_algo'"),
     ],
@@ -346,7 +346,7 @@ def test_keys_of_accelerate_files_that_are_dropped(name, change, message, tmp_pa
     pattern = f"^{file}: .*" + re.escape(message).replace(r"\.\*", ".*")
     with pytest.raises(InputError, match=pattern):
         placement.engine_from_file(file)
-    monkeypatch.setattr(config_files, "launched_with", lambda: file)
+    monkeypatch.setattr(config_files, "find_launch_config", lambda: file)
     with pytest.raises(LaunchError, match=pattern):
         launch.check_engine(asking(), {})
 
@@ -364,7 +364,7 @@ def test_our_files_and_those_that_accelerate_writes_are_let_through(name, tmp_pa
 def test_the_file_of_the_launcher_is_found(tmp_path, monkeypatch):
     file, accelerate = tmp_path / "mine.yaml", tmp_path / "accelerate"
     file.touch()
-    code = "from hf_posttrain.engines.config_files import launched_with; print(launched_with())"
+    code = "from hf_posttrain.engines.config_files import find_launch_config; print(find_launch_config())"
     accelerate.write_text(f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {code!r}], check=True)\n")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     for option in (["--config_file", str(file)], [f"--config_file={file}"]):
@@ -373,7 +373,7 @@ def test_the_file_of_the_launcher_is_found(tmp_path, monkeypatch):
             assert subprocess.run(line + behind, capture_output=True, text=True, check=True).stdout.strip() == str(file)
     own = [sys.executable, str(accelerate), "launch", "train.py", "--config_file", str(file)]  # the script's
     assert subprocess.run(own, capture_output=True, text=True, check=True).stdout.strip() == "None"
-    assert config_files.launched_with() is None
+    assert config_files.find_launch_config() is None
 
 
 @pytest.mark.parametrize(
@@ -382,9 +382,9 @@ def test_the_file_of_the_launcher_is_found(tmp_path, monkeypatch):
         ({"zero_optimisation": {"stage": 3}}, "ignores the unknown key 'zero_optimisation'; did you mean"),
         ({"gradient_cliping": 1.0}, "did you mean 'gradient_clipping'"),
         ({"train_microbatch_size_per_gpu": 1}, "did you mean 'train_micro_batch_size_per_gpu'"),
-        ({"stage": 3}, "ignores 'stage' at the top: write it into zero_optimization"),
-        ({"zero": {"stage": 3}}, "write it into zero_optimization"),
-        ({"stage3_prefetch_bucket_size": 1}, "write it into zero_optimization"),
+        ({"stage": 3}, "ignores 'stage' at the top level. Move it into zero_optimization"),
+        ({"zero": {"stage": 3}}, "Move it into zero_optimization"),
+        ({"stage3_prefetch_bucket_size": 1}, "Move it into zero_optimization"),
     ],
 )
 def test_keys_of_deepspeed_files_that_are_dropped(tree, message, tmp_path):
@@ -426,10 +426,10 @@ def quantised(how):
 @pytest.mark.parametrize(
     ("how", "args", "message"),
     [
-        ({"load_in_8bit": True}, fsdp(), "FSDP2 cannot cut 8bit weights"),
-        ({"load_in_8bit": True}, zero(3), "ZeRO-3 cannot cut 8bit weights"),  # each rank would keep a whole copy
-        (NOT_BNB, zero(3), "ZeRO-3 cannot cut such quantised weights"),
-        (in_4bit(), fsdp(bf16=True), "whole on each rank: bnb_4bit_quant_storage=torch.bfloat16"),
+        ({"load_in_8bit": True}, fsdp(), "FSDP2 cannot shard 8bit weights"),
+        ({"load_in_8bit": True}, zero(3), "ZeRO-3 cannot shard 8bit weights"),  # each rank would keep a whole copy
+        (NOT_BNB, zero(3), "ZeRO-3 cannot shard these quantized weights"),
+        (in_4bit(), fsdp(bf16=True), "cannot shard 4-bit weights that are stored as torch.uint8. Set bnb_4bit_quant_storage=torch.bfloat16"),
         (in_4bit(torch.float32), fsdp(bf16=True), "would be cast to torch.bfloat16"),
         (in_4bit(torch.bfloat16), zero(2, fp16=True), "would be cast to torch.float16"),
         ({"load_in_8bit": True}, asking(), None),
@@ -455,7 +455,7 @@ def trained_in_4bit(rank, arguments, folder):
     size = 4 // int(os.environ["WORLD_SIZE"])
     args = SFTConfig(output_dir=folder, use_cpu=True, **arguments)
     section = ModelSection(folder, quantization="4bit", lora={})
-    model = models.load_model(section, storage=launch.quantised_storage(args))
+    model = models.load_model(section, storage=launch.quantized_storage(args))
     launch.check_model(model, args)
     torch.manual_seed(0)
     lora = peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -532,7 +532,7 @@ def test_torchrun_and_accelerate_launch_train_on_two_processes(tmp_path):
 def test_accelerate_launch_on_cpu_that_starts_one_process_is_refused(tmp_path):
     flags = ["launch", "--cpu", "--num_processes", "2"]
     ended = command("accelerate", *flags, *END, f"train.output_dir={tmp_path / 'out'}")
-    assert "error: accelerate launch was asked for several processes and started one" in ended.stderr
+    assert "error: accelerate launch is configured for several processes, and started one" in ended.stderr
     assert not (tmp_path / "out").exists()
 
 

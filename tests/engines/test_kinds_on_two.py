@@ -56,7 +56,7 @@ def trained(rank, kind, method, engine, lora, size):
         per_device_eval_batch_size=size, adam_epsilon=1e-5, **options, **engine_arguments(engine, None),
     )  # fmt: skip
     trainer.train()
-    return engines.name(trainer.accelerator), *logs_and_weights(trainer, lora)
+    return engines.engine_name(trainer.accelerator), *logs_and_weights(trainer, lora)
 
 
 @functools.cache

@@ -13,8 +13,8 @@ from training_for_tests import token_rows, trainer_for
 
 from hf_posttrain import DPOConfig, SFTConfig, SFTTrainer
 from hf_posttrain.check.plan import plan
-from hf_posttrain.engines.sequence import cut
-from hf_posttrain.engines.sharded import gathered
+from hf_posttrain.engines.sequence import shard_batch
+from hf_posttrain.engines.sharded import gather_parameters
 from hf_posttrain.errors import InputError
 from hf_posttrain.scoring.layouts import Branch, Example, collate
 
@@ -32,7 +32,7 @@ SETTINGS = {
 def test_cut_parts_hold_each_token_and_each_target_once():
     batch = collate([Example([1, 2], [Branch([3, 4])]), Example([5], [Branch([6])])], "padded", pad_id=9)
     # inputs 1 2 3 | 5 9 9 predict - 3 4 | 6 - -: the length 3 becomes 4, parts of 2
-    first, second = cut(batch, 0, 2), cut(batch, 1, 2)
+    first, second = shard_batch(batch, 0, 2), shard_batch(batch, 1, 2)
     assert first["input_ids"].tolist() == [[1, 2], [5, 9]]
     assert second["input_ids"].tolist() == [[3, 0], [9, 0]]
     assert first["shift_labels"].tolist() == [[-100, 3], [6, -100]]
@@ -60,7 +60,7 @@ def train(folder, config, architecture="qwen3", lora=False, resume=None):
     )  # fmt: skip
     trainer.train(resume_from_checkpoint=resume)
     trained = {name: weight for name, weight in trainer.model.named_parameters() if weight.requires_grad}
-    with gathered(*trained.values()):
+    with gather_parameters(*trained.values()):
         weights = {name: weight.detach().clone() for name, weight in trained.items()}
     return trainer.state.log_history, weights
 
@@ -166,9 +166,9 @@ def mixed(rank, share, bf16):
 @pytest.mark.parametrize(
     ("share", "bf16", "said"),
     [
-        (0.2, True, "other numbers than its own forward"),
+        (0.2, True, "other scores than the forward of the model"),
         pytest.param(0.0, True, "no error", marks=pytest.mark.slow),
-        pytest.param(0.5, False, "other numbers than its own forward", marks=pytest.mark.slow),
+        pytest.param(0.5, False, "other scores than the forward of the model", marks=pytest.mark.slow),
     ],
 )
 def test_a_model_that_looks_across_the_cut_is_refused(share, bf16, said):
@@ -209,10 +209,10 @@ def refusals(rank):
 def test_what_cannot_be_cut_is_refused():
     said = on_two(refusals, "zero3")[0]
     for name, words in {
-        "dpo": "not there for method dpo", "ddp": "ZeRO stage 2 or 3", "zero1": "ZeRO stage 2 or 3", "ranks": "not 2",
+        "dpo": "not supported for method dpo", "ddp": "ZeRO stage 2 or 3", "zero1": "ZeRO stage 2 or 3", "ranks": "not 2",
         "shared": "layout: padded", "packing": "packing cannot be combined", "exact_match": "eval_exact_match cannot",
-        "noise": "neftune_noise_alpha", "context": "use sp_size", "eager": "needs sdpa",
-        "window": "layers that are sliding_attention with sdpa", "gpt2": "no num_key_value_heads",
+        "noise": "neftune_noise_alpha", "context": "Use sp_size", "eager": "requires sdpa",
+        "window": "layers of type sliding_attention with sdpa", "gpt2": "requires num_key_value_heads",
         "router": "router_aux_loss_coef: 0",
     }.items():  # fmt: skip
         assert words in said.get(name, "no error"), name
@@ -222,5 +222,5 @@ def test_what_cannot_be_cut_is_refused():
 def test_accelerate_launch_may_ask_for_it(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
     monkeypatch.setenv("PARALLELISM_CONFIG_SP_SIZE", "2")
-    with pytest.raises(InputError, match=r"sp_size=2\) needs DeepSpeed"):
+    with pytest.raises(InputError, match=r"sp_size=2\) requires DeepSpeed"):
         SFTConfig(output_dir=tempfile.mkdtemp(), use_cpu=True)
