@@ -234,7 +234,7 @@ def test_another_base_of_an_adapter_is_refused(whole, tmp_path):
 def test_what_zero3_has_cut_is_known_by_this_ranks_part(monkeypatch):
     """Gathering each weight of a large base, to look at 64 of its values, takes minutes."""
     one_part = lambda weight: nullcontext() if weight.ndim == 1 else pytest.fail("gathered")  # noqa: E731
-    monkeypatch.setattr(score_cache.sharded, "gathered", one_part)
+    monkeypatch.setattr(score_cache.sharded, "gather_parameters", one_part)
     model, keys = tiny_model().requires_grad_(False), set()
     for changed in (0.0, 0.0, 1.0):
         for weight in model.parameters():

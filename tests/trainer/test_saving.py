@@ -494,7 +494,7 @@ def test_sigterm_to_the_command(launcher, worker, tmp_path):
         os.kill(running.pid if worker is None else workers_of(running.pid)[worker], signal.SIGTERM)
         output += running.stdout.read()
     assert running.returncode == 1, output
-    assert "to go on: the same command with train.resume_from_checkpoint=auto" in output
+    assert "To resume, run the same command with train.resume_from_checkpoint=auto" in output
     [saved] = tmp_path.glob("checkpoint-*")
     assert checkpoint.incomplete_parts(saved) == []
     assert int(saved.name.split("-")[1]) < 400  # the signal came in time

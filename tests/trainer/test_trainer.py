@@ -126,7 +126,7 @@ def test_a_model_that_ignores_the_mask_falls_back_to_padded_and_says_so(tmp_path
     assert "differ from its own forward in layout shared. Using padded" in caplog.text
     assert trainer.data_collator.layout == "padded"
     explicit = trainer_for("dpo", tiny_model(), token_rows("dpo"), tmp_path, layout="shared")
-    with pytest.raises(InputError, match="use layout=padded"):
+    with pytest.raises(InputError, match="Use layout=padded"):
         explicit.train()
 
 
@@ -138,7 +138,7 @@ def test_layouts_are_chosen_by_what_the_model_can_take():
     assert layout_selection.choose_layout([flash], "auto") == "packed"
     assert layout_selection.choose_layout([sdpa, flash], "auto") == "packed"
     assert layout_selection.choose_layout([sdpa, hybrid], "auto") == "padded"
-    with pytest.raises(InputError, match=r"linear_attention.*use layout='padded'"):
+    with pytest.raises(InputError, match=r"linear_attention.*Use layout='padded'"):
         layout_selection.choose_layout([hybrid], "shared")
 
 
@@ -1162,10 +1162,10 @@ def compiled_forward():
 
 UNUSUAL = {
     "wrapped in DataParallel": lambda: torch.nn.DataParallel(tiny_model()),
-    "the model is compiled: pass it": compiled_in_place,
+    "the model is compiled. Pass it": compiled_in_place,
     "model of the model is compiled": lambda: compiled_in_place(lambda model: model.model),
     r"layers.1 of the model is compiled": lambda: compiled_in_place(lambda model: model.model.layers[1]),
-    "the model is compiled: pass it as": compiled_forward,
+    "the model is compiled. Pass it as": compiled_forward,
     "are offloaded": offloaded,
 }
 
