@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from tokenizers_for_tests import byte_tokenizer
 
 from hf_posttrain.errors import InputError
-from hf_posttrain.generation.exact_match import ExactMatch, prompts_with_answers, exact_match
+from hf_posttrain.generation.exact_match import ExactMatch, exact_match, prompts_with_answers
 from hf_posttrain.generation.final_answer import final_answer
 
 

@@ -19,7 +19,9 @@ def captured(monkeypatch):
     """Offer the way on CPU, and list what was captured: the shapes of the tokens and of the mask."""
     found = []
     monkeypatch.setattr(
-        sampler_selection, "supports_cuda_graphs", lambda model: graphs.accepts_prepared_mask(model, rollout.growing_cache(model))
+        sampler_selection,
+        "supports_cuda_graphs",
+        lambda model: graphs.accepts_prepared_mask(model, rollout.growing_cache(model)),
     )
     monkeypatch.setattr(graphs, "COLUMN_CHUNK", 5)
     monkeypatch.setattr(graphs, "COLUMN_MULTIPLE", 2)

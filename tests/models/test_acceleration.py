@@ -282,4 +282,5 @@ def test_a_second_model_that_cannot_be_sped_up_is_left_as_it_is(caplog):
     model._no_split_modules = []
     with caplog.at_level("INFO"):
         acceleration.apply_liger_and_compile(model, asked("eager"), second=True)
-    assert "the second model is not accelerated: torch_compile is not supported for Qwen3ForCausalLM, which names no layers" in caplog.text
+    said = "the second model is not accelerated: torch_compile is not supported for Qwen3ForCausalLM, which names no"
+    assert said in caplog.text

@@ -193,8 +193,9 @@ def test_experts_have_no_weight_that_an_initialisation_reads(init, device):
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize(
     ("init", "message"),
-    [("gausian", "gausian"), ("corda", "corda requires data before training"), ("eva", "eva requires data before training"),
-     ("lora_ga", "lora_ga requires data before training"), ("mica", "mica")],
+    [("gausian", "gausian"), ("corda", "corda requires data before training"),
+     ("eva", "eva requires data before training"), ("lora_ga", "lora_ga requires data before training"),
+     ("mica", "mica")],
 )  # fmt: skip
 def test_an_initialisation_that_fails_in_the_run_fails_without_weights_too(init, message, device):
     """And the model is as it was, for another try."""

@@ -92,7 +92,9 @@ def test_missing_names_are_one_line(folder, tmp_path):
     assert refusal(models.load_tokenizer, ModelSection(sibling)) == (
         f"tokenizer {sibling}: no such folder; did you mean '{folder}'?"
     )
-    assert "model no/such: no such folder; from the Hub: " in refusal(models.load_model, ModelSection("no/such"))
+    assert "model no/such: no such folder, and HF_HUB_OFFLINE disables the hub" in refusal(
+        models.load_model, ModelSection("no/such")
+    )
     assert "config.json" in refusal(models.load_model, ModelSection(str(tmp_path)))
     assert f"adapter {tmp_path / 'a'}: no such folder" in refusal(
         models.check_model, ModelSection(folder, adapter=str(tmp_path / "a"))
@@ -309,7 +311,10 @@ def test_a_4bit_base_has_the_gradients_of_its_dequantised_weights(tmp_path):
 def test_adapters_that_would_not_be_what_was_trained_are_refused(tmp_path):
     plain, lora = tiny_model(), {"target_modules": ["q_proj"], "r": 2}
     for config, message in [
-        ({"init_lora_weights": "pissa_niter_4"}, "pissa_niter_4 is not supported, since it starts from a random part of the weights"),
+        (
+            {"init_lora_weights": "pissa_niter_4"},
+            "pissa_niter_4 is not supported, since it starts from a random part of the weights",
+        ),
         ({"init_lora_weights": True, "rank_pattern": {"(": 2}}, "unterminated subpattern"),
     ]:
         with pytest.raises(InputError, match=message):

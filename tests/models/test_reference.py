@@ -497,7 +497,9 @@ def test_a_cache_that_was_tidied_up_is_made_again(left, tmp_path, monkeypatch):
             file.write_bytes(data[: source.tell() if left == "whole record batches" else 20])
 
     for _ in range(3):
-        found = score_cache.load_or_compute(["key"], len(rows), lambda: made.append(0) or rows, "reference", accelerator)
+        found = score_cache.load_or_compute(
+            ["key"], len(rows), lambda: made.append(0) or rows, "reference", accelerator
+        )
         assert found["x"][:] == values
         if len(made) == 1:
             for file in tmp_path.rglob("*.*"):

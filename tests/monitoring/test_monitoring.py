@@ -250,7 +250,9 @@ def test_thinning_keeps_all_that_is_little():
 
 
 def test_names_are_checked_without_torch():
-    imports = "import sys; from hf_posttrain.methods import METHODS; from hf_posttrain.trainer.rules import stop_on_problems"
+    imports = (
+        "import sys; from hf_posttrain.methods import METHODS; from hf_posttrain.trainer.rules import stop_on_problems"
+    )
     code = f"{imports}; list(stop_on_problems('nan', METHODS['sft'])); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY, check=True)
     assert done.stdout.strip() == "False"
