@@ -86,13 +86,13 @@ def find_segments(documents: Sequence[np.ndarray], length: int) -> Segments:
         prompt = np.empty(0, dtype=np.int64)
         bounds = [0, *(np.flatnonzero(np.diff(branch)) + 1).tolist(), len(branch)]
         for begin, end in pairwise(bounds):
-            own = np.arange(start + begin, start + end)
+            indices = np.arange(start + begin, start + end)
             if end > begin and branch[begin] == 0:
-                prompt = keys = own
+                prompt = keys = indices
             else:
-                keys = np.concatenate([prompt, own])
+                keys = np.concatenate([prompt, indices])
             if end > begin:
-                sizes.append((len(own), len(keys)))
+                sizes.append((len(indices), len(keys)))
                 places.append(keys)
         start += len(branch)
 

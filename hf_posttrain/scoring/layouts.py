@@ -132,7 +132,7 @@ def _with_images(examples: list[Example], images: Sequence[Any] | None) -> list[
     if not images:
         return examples
     images_of_examples = images if isinstance(images[0], list) else [images]
-    return [replace(example, images=own) for example, own in zip(examples, images_of_examples, strict=True)]
+    return [replace(example, images=part) for example, part in zip(examples, images_of_examples, strict=True)]
 
 
 @dataclass
