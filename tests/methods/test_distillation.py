@@ -444,7 +444,7 @@ def test_completions_of_the_data_that_are_cut_are_counted(tmp_path, caplog):
 
 def test_lmbda_needs_completions(tmp_path):
     rows = token_rows("opd").remove_columns("completion_ids")
-    with pytest.raises(InputError, match="8 of 8 rows have none"):
+    with pytest.raises(InputError, match="8 of 8 rows have no completion"):
         trainer_for("opd", tiny_model(), rows, tmp_path, second=tiny_model(seed=9), lmbda=0.5)
 
 

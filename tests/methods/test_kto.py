@@ -41,9 +41,11 @@ def test_the_order_changes_each_epoch(tmp_path, monkeypatch):
     trainer = trainer_for(
         "kto", tiny_model(), token_rows("kto", 12), tmp_path, max_steps=6, train_sampling_strategy="random"
     )
-    estimate = trainer.estimate
+    score_reference = trainer.score_reference
     monkeypatch.setattr(
-        trainer, "estimate", lambda m, batch: (seen.extend(batch["index"].tolist()), estimate(m, batch))[1]
+        trainer,
+        "score_reference",
+        lambda m, batch: (seen.extend(batch["index"].tolist()), score_reference(m, batch))[1],
     )
     trainer.train()
     first, second = seen[:12], seen[12:]
@@ -170,7 +172,7 @@ def test_a_prompt_with_most_rows_still_never_meets_itself(caplog):
     with caplog.at_level(logging.WARNING):
         partner = find_partners(prompts(*ids), seed=0)
     assert all(ids[i] != ids[p] for i, p in enumerate(partner))
-    assert "one prompt holds 8 of 10 rows" in caplog.text
+    assert "one prompt has 8 of 10 rows" in caplog.text
 
 
 def test_a_single_prompt_is_refused():

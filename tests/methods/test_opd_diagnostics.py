@@ -80,7 +80,8 @@ def test_the_share_of_what_is_repeated(ids, share):
 
 @pytest.mark.parametrize(
     ("agreed", "rollouts", "expected"),
-    [(0.5, "on_policy", "rollouts: frozen may train better"), (0.9, "frozen", "rollouts: on_policy usually trains better"),
+    [(0.5, "on_policy", "rollouts: frozen may train better"),
+     (0.9, "frozen", "rollouts: on_policy usually trains better"),
      (0.9, "on_policy", None), (0.5, "frozen", None), (0.5, "replay", None)],
 )  # fmt: skip
 def test_the_advice_on_rollouts(agreed, rollouts, expected):

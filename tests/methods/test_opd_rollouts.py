@@ -25,13 +25,13 @@ def opd(tmp_path, rows=12, **config):
 
 def watch(trainer):
     """What each micro-batch was trained on: lists of (prompt, rollouts)."""
-    seen, laid_out = [], trainer.rollouts._laid_out
+    seen, laid_out = [], trainer.rollouts._lay_out
 
     def watched(examples, *args):
         seen.append([(list(e.prompt), [list(b.ids) for b in e.branches]) for e in examples])
         return laid_out(examples, *args)
 
-    trainer.rollouts._laid_out = watched
+    trainer.rollouts._lay_out = watched
     return seen
 
 
@@ -177,7 +177,7 @@ def test_a_policy_that_was_trained_samples_no_frozen_rollouts_of_other_rows(tmp_
     trainer.train()
     trainer.train()  # of the rows that it knows
     trainer.train_dataset = opd(tmp_path, 6, seed=1).train_dataset
-    with pytest.raises(InputError, match="has been trained since it began"):
+    with pytest.raises(InputError, match="has been trained since the start of the run"):
         trainer.train()
 
 
