@@ -329,7 +329,7 @@ class Run:
         row = policy.cache * (length + config.max_completion_length + GrowingLayer.SPARE) // policy.tokens
         if options.sampler.batch_size:
             count = min(count, options.sampler.batch_size)
-        elif self.engine.gpu and self.available:  # as `rollout.rows_that_fit` does
+        elif self.engine.gpu and self.available:  # as `batch_size.max_generation_batch`
             logits = LOGIT_BYTES * len(policy.head)
             free = max(self.available - held, 0)
             count = even_batch_size(count, int(CACHE_MEMORY_SHARE * free) // (row + logits))

@@ -115,9 +115,7 @@ class TokenAudit:
     pad: str | None = None  # the padding token
     pad_is_eos: bool = False  # harmless: trained tokens are determined by lengths, never by the pad id
     padded: int = 0  # examples with a padding token that is not the EOS; some tokenizers use it for unknown text
-    differing_prompts: int | None = (
-        None  # of SAMPLES_PER_SOURCE prompts: the teacher's template renders them differently
-    )
+    differing_prompts: int | None = None  # prompts that the teacher's template renders differently, of the first ones
     teacher_stops: dict[int, str] | None = None  # ids that end the teacher's answers; rollouts stop at any of both
     one_outcome: dict[int, str] | None = None  # ids of both that the loss counts as one outcome
     pictures: list[tuple[int, int, int]] = field(default_factory=list)  # width, height and feature tokens of each image

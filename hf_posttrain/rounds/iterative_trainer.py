@@ -401,7 +401,7 @@ class InRounds(PostTrainer, SamplingInterface):
 
     def _add_reference_scores(self, rows: datasets.Dataset) -> datasets.Dataset:
         """Return the rows with scores of the current policy, which is the reference of this round."""
-        reference: Any = replace(self.reference, inside=nullcontext)  # type: ignore[attr-defined]
+        reference: Any = replace(self.reference, as_reference=nullcontext)  # type: ignore[attr-defined]
 
         def score(batch: MicroBatch) -> list[list[float]]:
             return reference.logps(self.model_wrapped, batch).float().tolist()
