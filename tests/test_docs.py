@@ -47,7 +47,7 @@ from hf_posttrain.methods.distillation import DistillationConfig
 from hf_posttrain.methods.sft import SupervisedOptions
 from hf_posttrain.models.config import ModelSection, TeacherSection
 from hf_posttrain.monitoring import symptoms as watch
-from hf_posttrain.recipe import build as parts
+from hf_posttrain.recipe import build
 from hf_posttrain.recipe import cli as arguments
 from hf_posttrain.recipe.read import load_recipe, train_config
 from hf_posttrain.recipe.sections import Source
@@ -142,7 +142,7 @@ def _of_hf_posttrain(words: list[str], runs: bool) -> None:
     recipe = load_recipe(asked.recipe, asked.overrides)
     asks_a_server = any(word.startswith(NEEDS_A_SERVER) for word in words)
     if not runs or asks_a_server or any(section.url for _, section in recipe.teacher_sections()):
-        parts.configure(load_recipe(asked.recipe, [*asked.overrides, "train.use_cpu=true"]))
+        build.configure(load_recipe(asked.recipe, [*asked.overrides, "train.use_cpu=true"]))
         return
     assert run.main([*words, *small(recipe)]) in ((0, 1) if asked.check else (0,))  # 1: so few rows are a warning
 
@@ -292,7 +292,7 @@ def folder(hub, tmp_path, monkeypatch):
 def _own_files() -> Iterator[tuple[str, str]]:
     page = REPOSITORY / "docs" / "guides" / "finetune.md"
     for file, line, _ in table(page.read_text(encoding="utf-8"), "## 1. Prepare the rows"):
-        yield code(file)[0], code(line)[0]
+        yield code(file)[0], "\n".join(code(line))
 
 
 SLOW = {"docs/guides/scaling.md", *(f"docs/reference/{method}.md" for method in ("sft", "kto", "kd", "opd"))}
@@ -515,8 +515,8 @@ def test_names_of_trl_are_its_own():
         assert not cells[1].startswith("the same") or set(code(cells[0])) <= ours, cells
 
 
-def test_formats_of_the_readme_are_read_by_their_method():
-    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
-    for _, line, method in table(text, "## Your own data"):
+def test_formats_of_the_guide_are_read_by_their_method():
+    text = (REPOSITORY / "docs" / "guides" / "finetune.md").read_text(encoding="utf-8")
+    for _, line, method in table(text, "## 1. Prepare the rows"):
         row = TABLE[method.partition(",")[0]]
         assert detect_format(list(json.loads(code(line)[0])), row) in row.rows.formats
