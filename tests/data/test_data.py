@@ -202,7 +202,9 @@ def test_alpacas_columns_are_a_prompt_and_its_answer():
     assert texts([row], "sft", apply_chat_template=True)[0][0] == asked
     with_system = texts([{**row, "system": "Be short."}], "opd", apply_chat_template=True)[0][0]
     assert with_system == f"<|im_start|>system\nBe short.{END}\n{asked}"
-    with pytest.raises(InputError, match=r"column 'history' seems to be a part of the prompt, but instruction \+ output"):
+    with pytest.raises(
+        InputError, match=r"column 'history' seems to be a part of the prompt, but instruction \+ output"
+    ):
         prepare([{**row, "history": [["1+1?", "2"]]}], "sft")
 
 
@@ -549,7 +551,9 @@ def test_label_that_is_not_boolean(label, method, tmp_path):
 @pytest.mark.parametrize("method", names_where(lambda method: method.rows.needs_prompt))
 def test_empty_prompt_needs_a_bos(method):
     rows = [raw_row(METHODS[method].rows, prompt="")]
-    with pytest.raises(InputError, match=rf"row 0: columns prompt.*: the prompt is empty, and {method} requires a prompt"):
+    with pytest.raises(
+        InputError, match=rf"row 0: columns prompt.*: the prompt is empty, and {method} requires a prompt"
+    ):
         prepare(rows, method)
     assert prepare(rows, method, tok.bos_tokenizer())[0]["prompt_ids"] == [256]
 

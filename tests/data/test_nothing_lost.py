@@ -124,7 +124,9 @@ def test_columns_may_change_places(streaming, tmp_path):
 def test_prompts_that_are_rendered_already_do_not_go_through_the_template():
     rows = [{"prompt": ASKED, "completion": "4"}] * 3
     for method in ("sft", "opd"):
-        with pytest.raises(InputError, match=r"the prompts contain '<\|im_start\|>', .* Set `apply_chat_template: false`"):
+        with pytest.raises(
+            InputError, match=r"the prompts contain '<\|im_start\|>', .* Set `apply_chat_template: false`"
+        ):
             prepare(rows, method, apply_chat_template=True)
     # one prompt may speak of it
     assert len(prepare([*rows, {"prompt": "2+2=", "completion": "4"}], "sft", apply_chat_template=True)) == 4
@@ -216,7 +218,10 @@ def test_rows_are_the_same_on_every_day(template, caplog):
     [
         ({"enable_thinkng": False}, "template does not know 'enable_thinkng'; did you mean 'enable_thinking'?"),
         ({"thinking": False}, "did you mean 'enable_thinking'?"),
-        ({"add_generation_prompt": True}, "add_generation_prompt cannot be set, because each rendering has its own value"),
+        (
+            {"add_generation_prompt": True},
+            "add_generation_prompt cannot be set, because each rendering has its own value",
+        ),
         ({"tools": [], "messages": []}, "tools, messages cannot be set"),
     ],
 )
@@ -321,7 +326,9 @@ LONG = "What is two and two?"
 )
 def test_answers_that_hold_their_prompts_are_refused(rows, method, refused):
     if refused:
-        with pytest.raises(InputError, match=r"^train: columns prompt .*: answers begin with the whole prompt. Remove "):
+        with pytest.raises(
+            InputError, match=r"^train: columns prompt .*: answers begin with the whole prompt. Remove "
+        ):
             prepare(rows, method)
     else:
         assert len(prepare(rows, method)) == len(rows)
@@ -399,7 +406,8 @@ def test_what_the_template_does_not_write_is_named_with_its_count(caplog):
         caplog.clear()
         prepare(rows, "sft")
         assert caplog.messages == [f"train: {told}"]
-    audit = audit_datasets({"train": datasets.Dataset.from_list(rows)}, METHODS["sft"], byte_tokenizer(), config())["train"]
+    raw = {"train": datasets.Dataset.from_list(rows)}
+    audit = audit_datasets(raw, METHODS["sft"], byte_tokenizer(), config())["train"]
     assert f"train: {told}" in audit.warnings()
     caplog.clear()
     off = {"thinking": False}
@@ -437,7 +445,10 @@ def test_the_data_command_names_them_too(tmp_path, monkeypatch, capsys):
     assert "columns: {prompt: question}" in capsys.readouterr().out
     jsonl(tmp_path / "mine.jsonl", [{"context": "Sums.", "messages": [USER, REPLY]}])
     assert data_command.main(["mine.jsonl"]) == 2
-    assert "sft: column 'context' seems to be a part of the prompt, but messages does not read it" in capsys.readouterr().out
+    assert (
+        "sft: column 'context' seems to be a part of the prompt, but messages does not read it"
+        in capsys.readouterr().out
+    )
 
 
 def test_answers_of_several_messages_keep_the_prompt_of_the_conversation():
@@ -467,7 +478,8 @@ def test_turns_of_users_inside_answers_are_counted(caplog):
     long = [USER, REPLY, {**USER, "content": "And 3+3?"}, REPLY]
     rows = [{"chosen": long, "rejected": [USER, WRONG, USER, REPLY]}, {"chosen": long, "rejected": [*long[:3], WRONG]}]
     said = "examples have user or tool turns inside an answer, which are trained as a part of it, as in TRL"
-    audit = audit_datasets({"train": datasets.Dataset.from_list(rows)}, METHODS["dpo"], byte_tokenizer(), config())["train"]
+    raw = {"train": datasets.Dataset.from_list(rows)}
+    audit = audit_datasets(raw, METHODS["dpo"], byte_tokenizer(), config())["train"]
     for method, count in (("dpo", 1), ("cpo", 1), ("kto", 2)):
         caplog.clear()
         prepare(rows, method)
@@ -506,7 +518,8 @@ def test_an_answer_that_is_labelled_false_is_no_right_one_where_prompts_are_read
         [row] = prepare(rows, "opd")
     assert bool(row["completion_ids"]) == (label is None or str(label).lower() in ("true", "1"))
     assert "not read" not in caplog.text
-    audit = audit_datasets({"train": datasets.Dataset.from_list(rows)}, METHODS["opd"], byte_tokenizer(), config())["train"]
+    raw = {"train": datasets.Dataset.from_list(rows)}
+    audit = audit_datasets(raw, METHODS["opd"], byte_tokenizer(), config())["train"]
     assert not any("not read" in note for note in audit.notes)
 
 
