@@ -204,7 +204,7 @@ def sampler_problems(options: Any) -> Iterator[Problem]:
     if not isinstance(sampler, VLLMOptions):
         return
     if isinstance(sampler, VLLMServerOptions) and not sampler.base_url.startswith(("http://", "https://")):
-        problem = f"sampler.base_url={sampler.base_url!r} is not a URL such as http://localhost:8000"
+        problem = f"sampler.base_url={sampler.base_url!r} must be a URL such as http://localhost:8000"
         yield ("sampler.base_url", "sampler"), problem
     if not 0.01 <= options.temperature <= 2:
         problem = (

@@ -79,9 +79,7 @@ def in_rounds(trainer_class: type[PostTrainer], section: RoundsSection | Mapping
     if method.second == "teacher":
         raise InputError(conflict_message(Feature.ROUNDS, Feature.TEACHER))
     if section.reference == "round" and method.second != "reference":
-        problem = (
-            f"rounds.reference: round is only valid with a method that has a reference, and {method.name} has none"
-        )
+        problem = f"rounds.reference: round requires a method with a reference, and {method.name} has none"
         raise InputError(f"{problem}. Remove it")
     for names, problem in rounds_problems(section, method.rows):
         raise InputError(f"rounds: {problem}" if problem.startswith(names) else f"rounds.{names[0]}: {problem}")
@@ -104,8 +102,8 @@ def config_for_rounds(args: Any, section: RoundsSection) -> Any:
     args = copy.copy(args)
     if args.max_length is not None and args.max_length <= section.max_completion_length:
         other = f"rounds.max_completion_length={section.max_completion_length}"
-        problem = f"max_length={args.max_length} leaves no prompt next to {other}"
-        raise InputError(f"{problem}. Raise max_length, or lower rounds.max_completion_length")
+        problem = f"max_length={args.max_length} must exceed {other}, so that prompts have tokens"
+        raise InputError(f"{problem}. Raise max_length, or lower max_completion_length")
     if getattr(args, "precompute_ref_log_probs", None):
         raise InputError(conflict_message(Feature.REFERENCE_CACHE, Feature.ROUNDS))
     if args.parallelism_config and args.parallelism_config.sp_size > 1:
@@ -158,7 +156,7 @@ class InRounds(PostTrainer, SamplingInterface):
         self.reference_per_round = section.reference == "round" and self.method.second == "reference"
         super().__init__(model, args, *rest, **kwargs)
         if self.reference_per_round and getattr(self, "reference", None) is None:
-            problem = "rounds.reference: round is only valid with a loss that has a reference, and this loss has none"
+            problem = "rounds.reference: round requires a loss with a reference, and this loss has none"
             raise InputError(f"{problem}. Remove it")
         sets = self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]
         if not all(isinstance(rows, datasets.Dataset | None) for rows in (self.train_dataset, *sets)):

@@ -438,7 +438,9 @@ def test_a_server_that_says_less_of_itself(part, tmp_path, monkeypatch):
         if part == "max_model_len":  # others than vLLM may not say it
             opd(options, tmp_path)
             return
-        with pytest.raises(InputError, match=r"the response of a server is not that of vLLM \(KeyError: 'model_config'"):
+        with pytest.raises(
+            InputError, match=r"the response of a server is not that of vLLM \(KeyError: 'model_config'"
+        ):
             opd(options, tmp_path)
 
 
@@ -539,16 +541,19 @@ def test_the_first_rank_sends_and_all_ranks_ask(engine, lora, tmp_path):
     ("config", "message"),
     [
         ({"sampler": "sglang"}, "sampler='sglang' is not one of policy, vllm_colocate, vllm_server"),
-        ({"sampler": {"gpu_memory_utilization": 0.3}}, "of kind policy. It is an option of vllm_colocate"),
+        ({"sampler": {"gpu_memory_utilization": 0.3}}, "of kind policy, the default. Set sampler.kind: vllm_colocate"),
         ({"sampler": "vllm_server"}, "sampler requires sampler.base_url of kind vllm_server"),
-        ({"sampler": {"kind": "vllm_colocate", "base_url": "http://a:1"}}, "It is an option of vllm_server"),
-        ({"sampler": {"kind": "vllm_server", "base_url": "a:1"}}, "sampler.base_url='a:1' is not a URL"),
+        ({"sampler": {"kind": "vllm_colocate", "base_url": "http://a:1"}}, "Set sampler.kind: vllm_server"),
+        ({"sampler": {"kind": "vllm_server", "base_url": "a:1"}}, "sampler.base_url='a:1' must be a URL"),
         (
             {"sampler": {"kind": "vllm_server", "base_url": "http://a:1", "gpu_memory_utilization": 0.5}},
             "sampler.gpu_memory_utilization is not an option of kind vllm_server",
         ),
-        ({"sampler": {"kind": "vllm_colocate", "gpu_memory_utilization": 1.5}}, "gpu_memory_utilization=1.5 is not in"),
-        ({"sampler": {"kind": "vllm_colocate", "batch_size": 8}}, "It is an option of policy"),
+        (
+            {"sampler": {"kind": "vllm_colocate", "gpu_memory_utilization": 1.5}},
+            "gpu_memory_utilization=1.5 must be in",
+        ),
+        ({"sampler": {"kind": "vllm_colocate", "batch_size": 8}}, "Set sampler.kind: policy"),
         ({"sampler": {"kind": "vllm_server", "base_url": 3}}, "sampler.base_url must be a text, not 3"),
         ({"sampler": {"kind": "vllm_server", "base_url": "http://a:1", "prefetch": "x"}}, "true or false, not 'x'"),
         ({"temperature": 3.0}, "must be from 0.01 to 2 for vLLM"),

@@ -759,7 +759,7 @@ def test_labels_that_are_all_one_leave_class_weights_as_they_are(tmp_path, caplo
         ("dpo", {"num_generations": 1}, {}, "must be at least 2, because answers are compared with each other"),
         ("sft", {"temperature": 0.0}, {}, "temperature must be above 0, because 0 gives the same answer each time"),
         ("sft", {"count": 2, "steps": 3}, {}, "steps cannot be combined with count"),
-        ("sft", {"reference": "round"}, {}, "round is only valid with a method that has a reference, and sft has none"),
+        ("sft", {"reference": "round"}, {}, "round requires a method with a reference, and sft has none"),
         ("sft", {"cuont": 2}, {}, "unknown key rounds.cuont; did you mean 'count'?"),
         ("sft", {"pair": {"tak": "all"}}, {}, "unknown key rounds.pair.tak; did you mean 'take'?"),
         ("sft", {"judge": {"bye": 1}}, {}, "unknown key rounds.judge.bye; did you mean 'by'?"),
@@ -769,7 +769,7 @@ def test_labels_that_are_all_one_leave_class_weights_as_they_are(tmp_path, caplo
         ("dpo", {"pair": {"threshold": 1.0}}, {}, "threshold is only valid with labels"),
         ("sft", {"sampler": "vllm_server"}, {}, "sampler requires sampler.base_url"),
         ("dpo", {}, {"precompute_ref_log_probs": True}, "cannot be combined with rounds"),
-        ("sft", {"max_completion_length": 60}, {}, "leaves no prompt"),
+        ("sft", {"max_completion_length": 60}, {}, "max_length=60 must exceed rounds.max_completion_length=60"),
         ("sft", {"judge": {"by": "model"}}, {}, "name is missing"),
         (
             "sft",

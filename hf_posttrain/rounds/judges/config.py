@@ -96,7 +96,7 @@ def judge_problems(judge: JudgeSection) -> Iterator[Problem]:
         hint = f". For a server write http://{judge.name}" if function.isdigit() else ""
         yield ("name",), f"name={judge.name!r} is not package.module:name{hint}"
     if judge.by == "url" and judge.name and not judge.name.startswith(("http://", "https://")):
-        yield ("name",), f"name={judge.name!r} is not a URL such as http://localhost:8000"
+        yield ("name",), f"name={judge.name!r} must be a URL such as http://localhost:8000"
     defaults = JudgeSection()
     for key in ("served_model", "question", "opponents", "timeout"):
         if getattr(judge, key) != getattr(defaults, key) and judge.by != "url":
@@ -105,7 +105,7 @@ def judge_problems(judge: JudgeSection) -> Iterator[Problem]:
         try:
             variables = meta.find_undeclared_variables(parse_template(judge.question))
         except TemplateError as error:
-            yield ("question",), f"question is not a Jinja template: {error}"
+            yield ("question",), f"question: the Jinja template is not valid: {error}"
             return
         if not {"first", "second"} <= variables:
             yield ("question",), "question must contain both answers. Write {{ first }} and {{ second }}"
