@@ -21,7 +21,10 @@ TEACHER_COLUMNS = ("teacher", "teacher_prompt_ids")
 
 
 class TeacherPlan(NamedTuple):
-    """The options of a Config that determine the rows for its teachers. `datasets` fingerprints the plain values."""
+    """The options of a Config that determine the rows for its teachers.
+
+    `datasets` fingerprints the values and the names of these fields, so that another name changes the key of the cache.
+    """
 
     names: tuple[str, ...]  # of several teachers, otherwise empty
     prompts: Mapping[str, str]  # name (or "") -> template
