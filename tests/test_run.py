@@ -153,7 +153,10 @@ def test_help_imports_no_torch():
         (["--train.beta=1"], "command line: '--train.beta=1' is not section.key=value"),
         (["train.learning_rte=1"], "command line: unknown key train.learning_rte; did you mean 'learning_rate'?"),
         (["train.max_steps=5e-7"], "command line: train.max_steps must be a whole number, not 5e-07"),
-        (["train.load_best_model_at_end=true"], "command line: train.load_best_model_at_end: true needs data.eval"),
+        (
+            ["train.load_best_model_at_end=true"],
+            "command line: train.load_best_model_at_end: true requires rows to evaluate on. Set data.eval",
+        ),
         (
             ["train.resume_from_checkpoint=out/x"],
             "command line: train.resume_from_checkpoint: there is no folder out/x",
@@ -198,19 +201,22 @@ def test_other_ranks_leave_it_to_the_first_to_say_what_is_wrong(folder, capsys, 
 def test_an_output_dir_that_cannot_be_made_ends_before_the_model_loads(folder, no_weights, capsys, place):
     line = error_line(capsys, "sft.yaml", f"train.output_dir={place}")
     assert line.startswith("error: command line: train.output_dir: ")
-    assert "rows.jsonl is a file" in line or "/proc/none cannot be made" in line
+    assert "rows.jsonl is a file" in line or "/proc/none cannot be created" in line
 
 
 def test_a_folder_of_checkpoints_is_no_checkpoint(folder, no_weights, capsys):
     (folder / "old" / "checkpoint-3").mkdir(parents=True)
     line = error_line(capsys, "sft.yaml", "train.resume_from_checkpoint=old")
-    assert "old holds checkpoints: name one, or auto" in line
+    assert "old is a folder with checkpoints. Set one of them, or auto" in line
 
 
 @pytest.mark.slow
 def test_true_resumes_as_in_transformers_where_there_is_a_checkpoint(folder, capsys):
     line = error_line(capsys, "sft.yaml", "train.resume_from_checkpoint=true")
-    assert "resume_from_checkpoint: true, and no checkpoint is in out: auto begins anew" in line
+    assert (
+        "resume_from_checkpoint: true requires a checkpoint in out. To start a new run if there is none, set auto"
+        in line
+    )
     assert run.main(["sft.yaml", "train.resume_from_checkpoint=false"]) == 0
     capsys.readouterr()
     longer = "train.max_steps=3", "train.resume_despite=max_steps"
@@ -259,7 +265,7 @@ def test_an_error_that_nobody_foresaw_is_3_with_its_traceback_in_a_file(
     monkeypatch.setattr(sys, "argv", ["hf-posttrain", *arguments, "train.hub_token=secret"])
     assert run.main(arguments) == 3
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: ValueError: a bug\\x1b[2J of ours; nobody foresaw this error: please report it")
+    assert line.startswith("error: ValueError: a bug\\x1b[2J of ours. This error is unexpected. Please report it")
     [file] = folder.rglob("crash.txt")
     # a training leaves it in its output_dir; everything else writes nothing there
     assert (file.parent == Path("out").resolve()) == (arguments == ["sft.yaml"])
@@ -299,7 +305,7 @@ def test_memory_that_runs_out_is_no_fault_of_ours(folder, capsys, monkeypatch):
 
     monkeypatch.setattr(run, "run", broken)
     assert run.main(["sft.yaml"]) == 2
-    assert "Out of memory, say what to change" in capsys.readouterr().err
+    assert "Out of memory in docs/guides/troubleshooting.md" in capsys.readouterr().err
 
 
 def test_a_traceback_that_no_file_takes_is_printed(folder, capsys, monkeypatch):
@@ -328,7 +334,7 @@ def test_bf16_trains_on_the_cpu_where_that_is_all_there_is(folder):
 
 def test_what_torch_would_refuse_later_is_refused_at_once(folder, capsys):
     flexible = error_line(capsys, "sft.yaml", "model.attn_implementation=flex_attention")
-    assert "flex_attention has no backward on CPU" in flexible
+    assert "flex_attention is not supported on CPU" in flexible
     assert "unknown section modle; did you mean 'model'?" in error_line(capsys, "sft.yaml", "modle=")
     compiled = ["sft.yaml", "train.torch_compile=true"]
     backend = error_line(capsys, *compiled, "train.torch_compile_backend=aot_eagr", "--check")
@@ -365,7 +371,7 @@ def test_a_port_in_use_is_no_fault_of_ours(folder, capsys, monkeypatch):
 
     monkeypatch.setattr(run, "run", broken)
     assert run.main(["sft.yaml"]) == 2
-    assert "EADDRINUSE; a port in use is changed with accelerate launch --main_process_port" in capsys.readouterr().err
+    assert "EADDRINUSE. To change a port in use, set accelerate launch --main_process_port" in capsys.readouterr().err
 
 
 def stub_method(monkeypatch, name):
@@ -470,7 +476,7 @@ def test_the_resolved_recipe_has_the_defaults_that_another_version_may_change(fo
     run.run(load_recipe("out/recipe.yaml"))
     again = load_recipe("out/recipe.yaml")
     assert again.train == left
-    assert "# not given, with the defaults" in text
+    assert "# not set; these are the defaults" in text
 
 
 def test_a_run_that_stop_on_ends_exits_with_1_and_saves_no_model(folder, capsys, monkeypatch):
@@ -510,7 +516,10 @@ def test_a_report_that_cannot_be_made_is_no_failure(folder, capsys, caplog, monk
 
     monkeypatch.setattr(report, "write", broken)
     assert run.main(["sft.yaml"]) == 0
-    assert "no report (OSError: no space left); hf_posttrain.report.write('out') makes it" in caplog.text
+    assert (
+        "the report could not be written (OSError: no space left). To write it, call hf_posttrain.report.write('out')"
+        in caplog.text
+    )
     assert Path("out/model.safetensors").exists()
 
 
@@ -680,23 +689,32 @@ def test_messages_without_a_chat_template_end_before_a_model_is_loaded(folder, n
     row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     (folder / "chat.jsonl").write_text(json.dumps(row))
     line = error_line(capsys, "sft.yaml", "data.train={path: chat.jsonl}")
-    assert "set model.chat_template (--chat_template) to a" in line
+    assert "Set model.chat_template (--chat_template) to a" in line
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["train.eval_strategy=steps"], "command line: train.eval_strategy: steps needs data.eval"),
-        (["train.eval_on_start=true"], "command line: train.eval_on_start: true needs data.eval"),
-        (["train.eval_exact_match=true"], "command line: train.eval_exact_match: true needs data.eval"),
+        (
+            ["train.eval_strategy=steps"],
+            "command line: train.eval_strategy: steps requires rows to evaluate on. Set data.eval",
+        ),
+        (
+            ["train.eval_on_start=true"],
+            "command line: train.eval_on_start: true requires rows to evaluate on. Set data.eval",
+        ),
+        (
+            ["train.eval_exact_match=true"],
+            "command line: train.eval_exact_match: true requires rows to evaluate on. Set data.eval",
+        ),
         (["train.save_strategy=best"], "command line: train.save_strategy: best requires metric_for_best_model"),
         (
             ["data.train.streaming=true", "train.max_steps=-1"],
-            "command line: data.train.streaming: true needs train.max_steps",
+            "command line: data.train.streaming: true requires train.max_steps",
         ),
         (
             ["data.train=[{path: rows.jsonl}, {path: rows.jsonl, streaming: true}]", "train.max_steps=-1"],
-            "command line: data.train.1.streaming: true needs train.max_steps",
+            "command line: data.train.1.streaming: true requires train.max_steps",
         ),
     ],
 )

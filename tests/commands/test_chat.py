@@ -65,10 +65,10 @@ def given(monkeypatch):
     seen = []
 
     def answer(self, ids):
-        seen.append(self.answerer.tokenizer.decode(ids))
+        seen.append(self.inference.tokenizer.decode(ids))
         return f"answer {len(seen)}"
 
-    monkeypatch.setattr(chat.Conversation, "answer", answer)
+    monkeypatch.setattr(chat.Conversation, "generate", answer)
     return seen
 
 
@@ -107,7 +107,11 @@ def test_an_adapter_is_compared_with_its_base_from_the_same_seed(talk):
     base, adapter = (talk(["Hi"], *model).splitlines()[1:-1] for model in (["base"], ["base", "--adapter", "adapter"]))
     assert base != adapter
     lines = shown.splitlines()
-    [cut] = [n - 1 for n, line in enumerate(lines) if line.startswith("(added to said.jsonl; 1 of its answers did")]
+    [cut] = [
+        n - 1
+        for n, line in enumerate(lines)
+        if line.startswith("(added to said.jsonl. Its answers that did not end (1)")
+    ]
     assert lines[1:cut] == ["[without adapter]", *base, "[with adapter]", *adapter]
     assert "[" not in "".join(line[:1] for line in lines[cut + 1 :])
     talk(["Hi", "/save other.jsonl"], "adapter")
@@ -125,19 +129,27 @@ def test_the_model_is_given_the_conversation_as_commands_change_it(talk, given):
     assert given == [
         hi, then + ASKED.format("More"), *[then + ASKED.format("Less")] * 2, system + last, ASKED.format("New"),
     ]  # fmt: skip
-    for line in ("(taken back)", "(a new system turn)", "(forgotten)", "(no system turn)", "(added to said.jsonl)"):
+    for line in (
+        "(the last line and its answer were removed)",
+        "(the system turn was set)",
+        "(the conversation was cleared)",
+        "(there is no system turn)",
+        "(added to said.jsonl)",
+    ):
         assert line in told.splitlines()
-    assert told.count("the temperature is 0.25)\n") == 2
+    assert told.count("The temperature is 0.25)\n") == 2
 
 
 @pytest.mark.parametrize(("lines", "said"), [
-    (["/hlep"], "(there is no /hlep; did you mean '/help'?)"), (["/undo"], "(nothing was said yet)"),
-    (["/retry"], "(nothing was said yet)"), (["/save x"], "(nothing was said yet)"), (["Hi", "/save"], "(to which"),
+    (["/hlep"], "(there is no command /hlep; did you mean '/help'?)"), (["/undo"], "(the conversation is empty)"),
+    (["/retry"], "(the conversation is empty)"), (["/save x"], "(the conversation is empty)"),
+    (["Hi", "/save"], "(/save requires a file"),
     (["Hi", "/save no/x"], "(no/x cannot be written: No such file or directory)"),
-    (["/compare"], "(there is no adapter to compare with)"), (["/help"], " /temperature  X: of sampling"),
-    (["/exit now", "Hi"], "> \n"), (["/temperature hot"], "(hot is no number from 0 on, such as 0.7: "),
-    (["/temperature"], "(the temperature is 0.7)"),
-    (["x" * 600], "(this has 619 tokens, and the model 512 positions: say less)"),
+    (["/compare"], "(there is no adapter to compare with)"),
+    (["/help"], " /temperature  X: Set the sampling temperature"),
+    (["/exit now", "Hi"], "> \n"), (["/temperature hot"], "(hot is not a number of at least 0, such as 0.7. "),
+    (["/temperature"], "(The temperature is 0.7)"),
+    (["x" * 600], "(the prompt has 619 tokens, but the model has only 512 positions. Enter a shorter line)"),
 ])  # fmt: skip
 def test_what_a_line_with_a_slash_cannot_do_is_said(lines, said, talk, given, folder):
     assert said in talk(lines, "base")
@@ -151,8 +163,8 @@ def test_the_oldest_exchanges_are_forgotten_where_the_model_has_no_positions_lef
     kept = [[turn[0] for turn in re.findall(r"user\n(.)", prompt)] for prompt in given]
     assert kept == [["0"], ["0", "1"], ["0", "1", "2"], ["1", "2", "3"], ["2", "3", "4"]]
     assert all(prompt.startswith("<|im_start|>system\nBe brief.") for prompt in given)
-    assert told.count("(too long for the model's 512 positions: the oldest 2 turns are forgotten)") == 2
-    assert "(this has 6" in told
+    assert told.count("(the conversation exceeds the model's 512 positions. The oldest 2 turns were dropped)") == 2
+    assert "(the prompt has 6" in told
     assert [turn["content"][:1] for turn in saved()[0]["messages"]] == ["B", "2", "a", "3", "a", "4", "a"]
 
 
@@ -176,8 +188,8 @@ def test_a_base_model_continues_each_line(talk, given):
     os.remove("base/chat_template.jinja")
     told = talk(["Once upon", "a time", "/system x"], "base")
     assert given == ["Once upon", "a time"]
-    assert told.startswith("(the model has no chat template: it continues each line as a plain text, as with ")
-    assert told.endswith("(a plain text has no system turn: it needs a chat template)\n> \n")
+    assert told.startswith("(the model has no chat template. It continues each line as plain text, as with ")
+    assert told.endswith("(plain text has no system turn. A system turn requires a chat template)\n> \n")
     base_tokenizer().save_pretrained("base")
     assert not talk(["Once upon"], "base", "--plain").startswith("(")
     assert given[2:] == ["Once upon"]
@@ -190,12 +202,12 @@ def test_texts_are_saved_each_by_itself_and_rows_of_other_columns_are_kept_apart
     ]  # fmt: skip
     assert saved() == said
     told = talk(["Hi", "/save said.jsonl"], "base")
-    assert "(said.jsonl has other rows than {messages}: name another file)" in told
+    assert "(said.jsonl does not have the columns {messages}. Choose another file)" in told
     Path("notes.txt").write_bytes(b"\xff\n")
     assert "(notes.txt cannot be written: 'utf-8' codec" in talk(["Hi", "/save notes.txt"], "base")
     for line in ("[1, 2]", "5", "null", "{"):
         Path("notes.txt").write_text(line)
-        assert "(notes.txt has other rows than" in talk(["Hi", "/save notes.txt"], "base")
+        assert "(notes.txt does not have the columns" in talk(["Hi", "/save notes.txt"], "base")
     assert saved() == said
     Path("said.jsonl").write_text(json.dumps(said[0]))  # without a line break at its end
     talk(["Hi", "/save said.jsonl"], "base", "--plain")
@@ -211,15 +223,15 @@ def test_ctrl_c_at_a_line_drops_it_and_ends_nothing(talk, given, monkeypatch):
         raise one
 
     monkeypatch.setattr("builtins.input", line)
-    assert talk([], "base").count("(/exit or Ctrl-D ends)") == 2
+    assert talk([], "base").count("(type /exit or press Ctrl-D to quit)") == 2
     assert answers(saved()[0]) == ["answer 1"]
 
 
 def test_an_answer_that_was_cut_is_marked(talk):
     told = talk(["Hi"], "base", "--temperature", "0")
     [ids] = InferenceModel(ModelSection("base")).generate([Prompt(base_tokenizer().encode(ASKED.format("Hi")))], 12)
-    assert ("(cut after 12 tokens)" in told) == (len(ids) == 12)
-    assert "(cut after 3 tokens)" in talk(["Hi"], "base", "--temperature", "0", "--max_new_tokens", "3")
+    assert ("(truncated after 12 tokens)" in told) == (len(ids) == 12)
+    assert "(truncated after 3 tokens)" in talk(["Hi"], "base", "--temperature", "0", "--max_new_tokens", "3")
 
 
 def test_a_saved_conversation_is_trained_on(talk):
@@ -263,16 +275,16 @@ def test_logits_that_are_nan_are_told_in_a_line(talk):
 
 @pytest.mark.parametrize(("arguments", "said"), [
     (["bas"], "model bas: no such folder"), (["base", "--adapter", "adaptr"], "did you mean 'adapter'?"),
-    (["adapter", "--adapter", "adapter"], "adapter is an adapter"), (["base", "--compare"], "--compare needs an"),
-    (["base", "--temperature", "-1"], "--temperature: must be a number from 0 on"),
-    (["base", "--temperature", "nan"], "--temperature: must be a number from 0 on"),
+    (["adapter", "--adapter", "adapter"], "adapter is an adapter"), (["base", "--compare"], "--compare requires an"),
+    (["base", "--temperature", "-1"], "--temperature: must be a number of at least 0"),
+    (["base", "--temperature", "nan"], "--temperature: must be a number of at least 0"),
     (["base", "--max_new_tokens", "0"], "--max_new_tokens: must be"), (["base", "--seed", "-1"], "--seed: must be"),
     (["base", "--chat_template", "base/chat_template.jinj"], "did you mean 'base/chat_template.jinja'?"),
     (["base", "--chat_template_kwargs", "{x"], "expected a mapping of options"),
     (["base", "--chat_template_kwargs", "[1]"], "expected a mapping of options"),
     (["base", "--chat_template_kwargs", '{"x": "no"}'], "which templates treat as true"),
-    (["base", "--plain", "--system", "x"], "--system needs a chat template"), (["base", "--sed", "1"], "--sed"),
-    (["base", "--plain", "--chat_template_kwargs", '{"x": 1}'], "--chat_template_kwargs needs a chat template"),
+    (["base", "--plain", "--system", "x"], "--system requires a chat template"), (["base", "--sed", "1"], "--sed"),
+    (["base", "--plain", "--chat_template_kwargs", '{"x": 1}'], "--chat_template_kwargs requires a chat template"),
     (["small", "--adapter", "adapter"], "adapter adapter was not trained on small: the base lacks"), ([], "MODEL"),
 ])  # fmt: skip
 def test_what_cannot_be_talked_to_is_said_in_a_line(arguments, said):
@@ -359,11 +371,11 @@ def test_in_a_terminal_tokens_come_one_by_one_and_ctrl_c_ends_an_answer_or_a_lin
         terminal.type(b"\x03")
         terminal.until(b"\r\n> ")
         terminal.type(b"/save said.jsonl\n")
-        terminal.until(b"(added to said.jsonl; 1 of its answers did not end, and is trained as if it had)\r\n> ")
+        terminal.until(b"(added to said.jsonl. Its answers that did not end (1) would be trained as if they had)\r\n> ")
         terminal.type(b"half a line")
         time.sleep(1)  # readline misses a Ctrl-C while it shows the prompt
         terminal.type(b"\x03")
-        terminal.until(b"(/exit or Ctrl-D ends)\r\n> ")
+        terminal.until(b"(type /exit or press Ctrl-D to quit)\r\n> ")
         terminal.type(b"/exit\n")
         assert terminal.wait() == 0
     assert len(answers(saved()[0])[0]) > 1
@@ -375,4 +387,4 @@ def test_a_line_that_is_no_unicode_is_told_and_not_kept(talk, monkeypatch):
         monkeypatch.setattr(chat, "print_output", lambda text: print(text.encode("ascii", "replace")))
         shown = talk(["a \udce9", "/save said.jsonl"], "base", *plain)
         assert "half of a surrogate pair" in shown
-        assert "nothing was said yet" in shown
+        assert "the conversation is empty" in shown

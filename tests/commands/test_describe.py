@@ -157,7 +157,7 @@ MAPPED = [  # row, the method whose recipe it goes into, the mapping
 def test_columns_to_write_are_those_that_load(described, tmp_path, row, method, mapping):
     code, text = described(row)
     assert code == 1
-    lines = text.partition("write into the recipe:\n")[2].splitlines()[:4]
+    lines = text.partition("add to the recipe:\n")[2].splitlines()[:4]
     assert [line.strip() for line in lines] == ["data:", "train:", "path: mine.jsonl", f"columns: {mapping}"]
     teacher = "teacher: {name_or_path: tiny}\n" if METHODS[method].second == "teacher" else ""
     section = "\n".join(line.removeprefix("  ") for line in lines)
@@ -182,8 +182,8 @@ REFUSED = [  # row, arguments, what to do
     ({"chosen": "4", "rejected": "5"}, ["--method", "dpo"],
      "dpo: row 0: columns 'chosen' and 'rejected': the texts share no beginning that could be the prompt"),
     ({"prompt": "2+2?", "chosen": "4"}, ["--method", "dpo"],
-     "nearest is prompt . chosen . rejected: .*chosen could be chosen; there is no column for rejected\n"),
-    ({"a": 1, "b": 2.5}, [], r"format: none that is read\nsft reads .*\ndpo reads .*\nkto reads"),
+     "most similar format is prompt . chosen . rejected: .*chosen could be chosen; there is no column for rejected\n"),
+    ({"a": 1, "b": 2.5}, [], r"format: not supported\nsft reads .*\ndpo reads .*\nkto reads"),
     ({"id": "1", "system_prompt": "Be short.", "question": "2+2?", "response": "4"}, ["--method", "sft"],  # OpenOrca
      "columns: {system: system_prompt, prompt: question, completion: response}\nthen sft: row 0: column 'system':"
      " requires messages, and the row is plain text. Set `apply_chat_template: true`"),
@@ -271,7 +271,7 @@ def test_other_files_and_folders(described, tmp_path, name):
     ("arguments", "message"),
     [
         (["absent.jsonl"], "no file or folder absent.jsonl"),
-        (["mine.jsonl", "prompt"], "command line: 'prompt' is not ours=theirs, such as prompt=question"),
+        (["mine.jsonl", "prompt"], "command line: 'prompt' must have the form NAME=COLUMN, such as prompt=question"),
         (["mine.jsonl", "prompt=qestion"], r"no column 'qestion' for 'prompt' \(did you mean 'question'\?\)"),
     ],
 )
@@ -283,7 +283,7 @@ def test_mistakes(described, arguments, message):
 def test_help_says_what_the_exit_codes_mean(capsys):
     with pytest.raises(SystemExit):
         describe.main(["--help"])
-    assert "exit code: 0 the columns are read as they are; 1 write" in capsys.readouterr().out
+    assert "exit code: 0 if the columns are read without changes; 1 if" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -308,7 +308,7 @@ def test_text_that_is_not_utf_8(tmp_path):
         ({"prompt": "q", "chosen": "a", "rejeted": "b"}, "a column 'rejeted'; did you mean 'rejected'?"),
         ({"promt": "q", "completion": "a"}, "a column 'promt'; did you mean 'prompt'?"),
         ({"prompt": "q", " completion": "a"}, "columns: {completion: ' completion'}"),
-        ({"prompt": "q", "completion": ""}, "(its answer is empty: such rows are dropped)"),
+        ({"prompt": "q", "completion": ""}, "(the answer is empty. Such rows are dropped)"),
     ],
 )
 def test_what_is_nearly_right_is_told(described, row, said):

@@ -158,7 +158,7 @@ def test_prompts_with_answers(folder, capsys):
     assert 0 < expected["stopped"] < 1
     assert 0 < expected["exact_match"] < 1
     assert entry["rows"] == 8
-    assert entry["left_out"] == ["pair_accuracy, pair_accuracy_per_token: no columns chosen and rejected"]
+    assert entry["left_out"] == ["pair_accuracy, pair_accuracy_per_token: there are no columns chosen and rejected"]
 
 
 def test_pairs(folder, capsys):
@@ -194,7 +194,7 @@ def test_conversations(folder, capsys):
     [entry] = evaluated(capsys, "tiny", "--data", "chats.jsonl")
     assert entry["metrics"]["answer_nll"] == close(-fmean(values))
     assert entry["metrics"]["length"] == fmean(map(len, answers))
-    assert "exact_match of 1 rows: their answers are missing" in "\n".join(entry["left_out"])
+    assert "exact_match of some rows (1): their answers are missing" in "\n".join(entry["left_out"])
 
 
 def test_conversations_without_answers_are_answered(folder, capsys):
@@ -216,7 +216,7 @@ def test_texts_and_bare_prompts(folder, capsys):
     write_rows("asked.jsonl", [{"prompt": text, "response": "a"} for text in WORDS])
     [entry] = evaluated(capsys, "tiny", "--data", "asked.jsonl")
     assert [*entry["metrics"]] == ["stopped", "length"]
-    no_answers = "exact_match, perplexity, answer_nll: the rows have no right answers; try --columns"
+    no_answers = "exact_match, perplexity, answer_nll: the rows have no right answers. Try --columns"
     assert entry["left_out"][1] == f"{no_answers} completion=response"
 
 
@@ -225,14 +225,14 @@ def test_answers_that_are_labelled_false_do_not_count(folder, capsys):
     write_rows("labelled.jsonl", [row | {"label": n < 5} for n, row in enumerate(rows)])
     [entry] = evaluated(capsys, "tiny", "--data", "labelled.jsonl")
     assert entry["metrics"] == close(of_prompts(stopping(), rows[:5]))
-    assert entry["left_out"][1] == "3 rows: their label is false"
+    assert entry["left_out"][1] == "rows with label false: 3"
 
 
 def test_cut_answers_are_not_compared(folder, capsys):
     """Their final answer is not known; what is left of them is scored."""
     write_rows("long.jsonl", [*rows_of("qa.jsonl")[:3], {"prompt": "Hi", "completion": "no " * 40 + "#### 8"}])
     [entry] = evaluated(capsys, "tiny", "--data", "long.jsonl", "--max_length", "50")
-    assert entry["left_out"][1].startswith("exact_match of 1 rows")
+    assert entry["left_out"][1].startswith("exact_match of some rows (1)")
     assert entry["metrics"]["exact_match"] == of_prompts(stopping(), rows_of("qa.jsonl")[:3])["exact_match"]
 
 
@@ -305,7 +305,9 @@ def test_pictures_are_seen(folder, capsys):
         picture = to_stored_image(f"seen/{n}.png")
         seen = f"<|vision_start|>{get_image_reader(tokenizer).expansion(picture)}<|vision_end|>"
         ids = tokenizer.encode(f"<|im_start|>user\n{seen}What?<|im_end|>\n<|im_start|>assistant\n")
-        shown = VisionInputs.from_model(model, get_image_reader(tokenizer)).prompt_arguments([picture], torch.tensor([ids + answer]), model)
+        shown = VisionInputs.from_model(model, get_image_reader(tokenizer)).prompt_arguments(
+            [picture], torch.tensor([ids + answer]), model
+        )
         values.append(logps(model, ids, answer, len(tokenizer), **shown))
     assert found["answer_nll"] == pytest.approx(-fmean(value for each in values for value in each), abs=1e-4)
     assert values[0] != pytest.approx(values[1])
@@ -400,36 +402,45 @@ def test_a_file_is_written_whole_or_not_at_all(folder, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("tiny", "nothing to evaluate: add --data FILE or --tasks NAME"),
+        ("tiny", "nothing to evaluate. Add --data FILE or --tasks NAME"),
         ("--data qa.jsonl", "required: MODEL"),
-        ("tiny --data qa.jsonl --limit 0", "--limit: must be a whole number from 1 on, not 0"),
-        ("tiny --data qa.jsonl --batch_size x", "--batch_size: must be a whole number from 1 on, not x"),
-        ("tiny --data qa.jsonl --columns question", "'question' is not ours=theirs"),
+        ("tiny --data qa.jsonl --limit 0", "--limit: must be a whole number of at least 1, not 0"),
+        ("tiny --data qa.jsonl --batch_size x", "--batch_size: must be a whole number of at least 1, not x"),
+        ("tiny --data qa.jsonl --columns question", "'question' must have the form NAME=COLUMN"),
         ("tiny --data qa.jsonl --columns prompt=promt", "no column 'promt' for 'prompt' (did you mean 'prompt'?)"),
-        ("tiny --data qa.jsonl --num_fewshot 1", "--num_fewshot goes with --tasks"),
-        ("tiny --tasks x --metrics y", "--metrics goes with --data"),
+        ("tiny --data qa.jsonl --num_fewshot 1", "--num_fewshot is only valid with --tasks"),
+        ("tiny --tasks x --metrics y", "--metrics is only valid with --data"),
         ("tiny --tasks x --task_folder nowhere", "--task_folder: there is no folder nowhere"),
-        ("tiny --data qa.jsonl --metrics a/length", "there is one length already"),
-        ("tiny --data qa.jsonl --metrics no_such", "--metrics no_such: it cannot be loaded"),
-        ("tiny --data pairs.jsonl --metrics metrics/fine", "pairs.jsonl has no prompts with an answer to compare with"),
-        ("tiny --data qa.jsonl --metrics metrics/texts", "texts: it gives {'texts': 'many'}, and numbers are wanted"),
-        ("tiny --data qa.jsonl --metrics metrics/fails", "fails: it cannot compare texts (ZeroDivisionError"),
+        ("tiny --data qa.jsonl --metrics a/length", "there is already a metric length"),
+        ("tiny --data qa.jsonl --metrics no_such", "--metrics no_such: the metric cannot be loaded"),
+        (
+            "tiny --data pairs.jsonl --metrics metrics/fine",
+            "requires prompts with an answer to compare with, which pairs.jsonl lacks",
+        ),
+        (
+            "tiny --data qa.jsonl --metrics metrics/texts",
+            "texts: the values of the metric must be numbers, not {'texts': 'many'}",
+        ),
+        ("tiny --data qa.jsonl --metrics metrics/fails", "fails: the metric cannot compare texts (ZeroDivisionError"),
         ("tiny --data qa.jsonl --chat_template_kwargs {", "--chat_template_kwargs: expected a mapping"),
         ("tiny --data nothing.jsonl", "there is no file or folder nothing.jsonl"),
-        ("tiny --data other.jsonl", "columns are question, answer; try --columns prompt=question completion=answer"),
+        ("tiny --data other.jsonl", "not question, answer. Try --columns prompt=question completion=answer"),
         ("tiny --data bad.jsonl", "bad.jsonl, row 1: column 'prompt'"),
         ("tiny --data false.jsonl", "false.jsonl: there is nothing to evaluate"),
         ("tiny --data qa.jsonl --output qa.jsonl", "qa.jsonl cannot be written"),
         ("tiny --data qa.jsonl --output broken", "evaluations.json cannot be read as JSON"),
-        ("tiny --data qa.jsonl --output strange", "all_results.json holds something else"),
+        ("tiny --data qa.jsonl --output strange", "all_results.json must contain only evaluations"),
         ("nowhere --data qa.jsonl", "MODEL: model nowhere: no such folder"),
         ("tiny --data qa.jsonl --images", "does not support images"),
         ("unfinished --data qa.jsonl", "unfinished has no model yet. Use one of its checkpoints, such as unf"),
         ("broken_model --data qa.jsonl", "broken_model: the model's logits are NaN"),
         ("lost --data qa.jsonl", "the base of lost: model ./gone: no such folder"),
-        ("lost --adapter lost --data qa.jsonl", "lost is an adapter, and --adapter names another"),
+        ("lost --adapter lost --data qa.jsonl", "MODEL cannot be an adapter if --adapter is set, and lost is one"),
         ("tiny --adapter tiny --data qa.jsonl", "tiny has no adapter"),
-        ("tiny --data qa.jsonl --apply_chat_template --tasks x", "--tasks needs lm-eval: pip install 'hf_posttrain[ev"),
+        (
+            "tiny --data qa.jsonl --apply_chat_template --tasks x",
+            "--tasks requires lm-eval. Install it with: pip install 'hf_posttrain[ev",
+        ),
     ],
 )
 def test_mistakes_are_said_in_a_line(arguments, said, folder, capsys, monkeypatch):
@@ -462,7 +473,7 @@ def test_one_process_evaluates(folder, capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_RANK", "0")
     assert run.main(["eval", "tiny", "--data", "qa.jsonl"]) == 2
-    assert "drop the launcher" in capsys.readouterr().err
+    assert "without a launcher" in capsys.readouterr().err
 
 
 def test_the_package_evaluate_is_not_shadowed():
@@ -542,11 +553,11 @@ def test_groups_of_tasks_next_to_data(tasks, capsys, monkeypatch):
     acc = {entry["task"]: entry["metrics"]["acc"] for entry in found}
     assert acc["both"] == fmean([acc["choice"], acc["unshown"]])
     left_out = {entry["task"]: entry["left_out"] for entry in found}
-    assert left_out == {"both": [], "choice": [], "unshown": ["num_fewshot 1: the task has 0 of its own"]}
+    assert left_out == {"both": [], "choice": [], "unshown": ["num_fewshot 1: the task sets its own number, 0"]}
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("choise", "lm-eval has no 'choise'; did you mean 'choice'?"), ("away", "--tasks away: ")]
+    ("name", "said"), [("choise", "lm-eval has no task 'choise'; did you mean 'choice'?"), ("away", "--tasks away: ")]
 )
 def test_tasks_that_cannot_be_run_are_said_in_a_line(tasks, capsys, name, said):
     Path("tasks/away.yaml").write_text(TASK.format(name="away", more=CHOICE).replace("rows.jsonl", "gone.jsonl"))

@@ -16,7 +16,7 @@ from vision_for_tests import seeing
 from hf_posttrain import run
 from hf_posttrain.commands import sample
 from hf_posttrain.commands.resumable_jsonl import ResumableFile
-from hf_posttrain.data.images import read_by, stored
+from hf_posttrain.data.images import get_image_reader, to_stored_image
 from hf_posttrain.data.prepare import prepare
 from hf_posttrain.errors import InputError
 from hf_posttrain.methods import METHODS
@@ -72,7 +72,7 @@ def test_answers_to_pictures_see_them(folder):
     """Two rows of the same tokens with other pictures are two prompts, and their rows name the pictures."""
     model, tokenizer = seeing("qwen3_vl", scale=3.0)
     model.save_pretrained("sees")
-    read_by(tokenizer).processor.save_pretrained("sees")
+    get_image_reader(tokenizer).processor.save_pretrained("sees")
     paths = []
     for seed in (1, 2):
         paths.append(str(folder / f"{seed}.png"))
@@ -84,7 +84,9 @@ def test_answers_to_pictures_see_them(folder):
     assert [row["images"] for row in rows] == [[path] for path in paths]
     for row in rows:
         ids = torch.tensor([row["prompt_ids"] + row["completion_ids"]])
-        shown = VisionInputs.of(model, read_by(tokenizer)).of_prompts([stored(row["images"][0])], ids, model)
+        shown = VisionInputs.from_model(model, get_image_reader(tokenizer)).prompt_arguments(
+            [to_stored_image(row["images"][0])], ids, model
+        )
         with torch.no_grad():
             logps = model(input_ids=ids, **shown).logits[0, :, : len(tokenizer)].log_softmax(-1)
         expected = logps[len(row["prompt_ids"]) - 1 : -1].gather(-1, torch.tensor(row["completion_ids"])[:, None])
@@ -125,10 +127,10 @@ def test_answers_of_a_file_that_was_corrected_meanwhile_are_not_mixed(folder, mo
     monkeypatch.setattr(ResumableFile, "finish", lambda file: (_ for _ in ()).throw(KeyboardInterrupt))
     command = ["sample", "tiny", "--prompts", "asked.jsonl", "--max_completion_length", "3", "--out", "out.jsonl"]
     assert run.main(command) == 130
-    assert "1 rows repeat the prompt of another" in caplog.text
+    assert "Rows with the prompt of another: 1" in caplog.text
     caplog.clear()
     assert run.main(command) == 130
-    assert "sample: 2 of 2 pieces were done before" in caplog.text
+    assert "sample: resuming after 2 of 2 chunks" in caplog.text
     write_rows(folder / "asked.jsonl", [rows[0], rows[1] | {"completion": "two"}])
     assert run.main(command) == 2
 
@@ -165,14 +167,14 @@ def test_rows_are_trained_as_they_were_sampled(folder):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "--out"), (["--out", "rows.jsonl"], "rows.jsonl is there already"),
-        (["--out", "new", "--n", "0"], "--n: must be a whole number from 1 on"),
-        (["--out", "new", "--split", "eval"], "no data.eval"),
+        ([], "--out"), (["--out", "rows.jsonl"], "rows.jsonl exists"),
+        (["--out", "new", "--n", "0"], "--n: must be a whole number of at least 1"),
+        (["--out", "new", "--split", "eval"], "--split eval requires data.eval"),
         (["--out", "new", "--temperature", "-1"], "--temperature"),
-        (["--out", "new", "--columns", "prompt=x"], "--columns are those of --prompts"),
-        (["--out", "new", "--columns", "prompt"], "'prompt' is not ours=theirs"),
-        (["--out", "new", "--chat_template", "x"], "--chat_template: no file x"),
-        (["--out", "new", "--temperature", "0", "--n", "3"], "--n 3 at temperature 0 gives the same answer"),
+        (["--out", "new", "--columns", "prompt=x"], "--columns is only valid with --prompts"),
+        (["--out", "new", "--columns", "prompt"], "'prompt' must have the form NAME=COLUMN"),
+        (["--out", "new", "--chat_template", "x"], "--chat_template: there is no file x"),
+        (["--out", "new", "--temperature", "0", "--n", "3"], "--n 3 cannot be combined with temperature 0"),
         (["--out", "new", "train.temprature=1"], "temperature"),
         (["--out", "new", "model.name_or_path=nowhere"], "nowhere"),
         (["--out", "no/such/place"], "no/such/place"),
@@ -227,7 +229,7 @@ def test_rows_without_prompts_are_refused(folder, capsys):
     write_rows(folder / "rows.jsonl", [{"text": "some"}] * 2)
     assert run.main(["sample", "recipe.yaml", "method=sft", "teacher=null", "train={output_dir: out, use_cpu: true}",
                      "--out", "new"]) == 2  # fmt: skip
-    assert "error: recipe.yaml:5: rows.jsonl: columns text are none that sample reads" in capsys.readouterr().err
+    assert "error: recipe.yaml:5: rows.jsonl: columns text are not supported by sample" in capsys.readouterr().err
 
 
 def error_of(rank, folder):
@@ -241,6 +243,6 @@ def error_of(rank, folder):
 @pytest.mark.engines
 def test_several_processes_do_not_write_one_file(folder):
     assert on_two(error_of, "ddp", str(folder)) == [
-        "sample answers in one process, and was started in several: drop the launcher"
+        "sample must run in one process. Start it without a launcher"
     ] * 2  # fmt: skip
     assert not [*folder.glob("new*")]

@@ -25,7 +25,7 @@ from hf_posttrain.data.row_schema import SUPERVISED
 from hf_posttrain.engines import launch
 from hf_posttrain.methods import METHODS
 from hf_posttrain.models import load as models
-from hf_posttrain.recipe import build as parts
+from hf_posttrain.recipe import build
 from hf_posttrain.recipe.read import load_recipe
 
 prepare = importlib.import_module("hf_posttrain.data.prepare")
@@ -105,14 +105,14 @@ def test_training_tokenises_nothing_after_preprocess_only(folder, monkeypatch, c
 def test_a_line_for_each_data_set(folder, capsys):
     assert run.main(["recipe.yaml", ONLY, "train.max_length=8", "data.train.limit=2"]) == 0
     train, evaluation = capsys.readouterr().out.splitlines()
-    assert train.startswith("train: 2 rows, 16 tokens, cached in ")  # "rows 0" is 6 tokens, "b" and the end 2
-    assert evaluation.startswith("eval: 8 rows, 64 tokens, cached in ")
+    assert train.startswith("train: rows: 2, tokens: 16, cached in ")  # "rows 0" is 6 tokens, "b" and the end 2
+    assert evaluation.startswith("eval: rows: 8, tokens: 64, cached in ")
     assert list(Path(train.split(" cached in ")[1]).glob("cache-*.arrow"))
 
 
 def test_a_stream_has_nothing_to_cache(folder, capsys):
     assert run.main(["recipe.yaml", "data.train.streaming=true", ONLY, "data.eval=null"]) == 0
-    assert capsys.readouterr().out == "train: a stream, which is tokenised as it is read: nothing to cache\n"
+    assert capsys.readouterr().out == "train: a stream, which is not cached, since it is tokenized while it is read\n"
 
 
 @pytest.mark.parametrize(
@@ -185,10 +185,10 @@ def prepared_slowly(rank, folder, timeout, drop_in):
         rows = SFTTrainer(tiny_model(), args, train_dataset=raw, processing_class=byte_tokenizer()).train_dataset
     else:
         recipe = load_recipe("recipe.yaml", ["data.eval=null"])
-        trainer_class, config = parts.configure(recipe)
+        trainer_class, config = build.configure(recipe)
         from hf_posttrain.recipe.datasets import prepare_data
 
-        rows = prepare_data(recipe, trainer_class, parts.check_models(recipe)[0], config)[0]["train"]
+        rows = prepare_data(recipe, trainer_class, build.check_models(recipe)[0], config)[0]["train"]
     dist.barrier()
     return sizes, sum(map(len, rows["prompt_ids"])), rows._fingerprint
 

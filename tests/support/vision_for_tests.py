@@ -20,7 +20,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 from transformers.utils import is_torchvision_available
 
-from hf_posttrain.data.images import with_pictures
+from hf_posttrain.data.images import attach_image_reader
 from hf_posttrain.models.load import without_video_processor
 
 KINDS = ("qwen3_vl", "qwen3_5", "gemma3", "gemma4", "idefics3", "smolvlm")
@@ -145,7 +145,7 @@ def seeing(kind, seed=0, scale=1.0):
                 parameter.mul_(scale)
                 if not parameter.any():  # what joins Gemma 3's tower to its language model begins at 0
                     parameter.normal_(std=0.1)
-    return model.eval(), with_pictures(processor_of(kind))
+    return model.eval(), attach_image_reader(processor_of(kind))
 
 
 def pictures():
