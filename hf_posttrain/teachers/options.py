@@ -30,13 +30,13 @@ class TeacherOptions(OptionKind):
     )
     precompute: bool = option(
         False,
-        "Score all rows once before training, and cache the top_k tokens of the teacher on disk. Requires frozen "
-        "rollouts in OPD.",
+        "Score all rows once before training, and cache the top_k tokens of the teacher on disk. Rollouts must be "
+        "frozen.",
     )
     merge_eos: bool | None = option(
         None,
-        "Count all EOS ids of student and teacher as one outcome in the divergence. None means true for OPD, and "
-        "false for KD, where the cross-entropy trains the EOS id of the data.",
+        "Count all EOS ids of student and teacher as one outcome in the divergence. None means true for rollouts, "
+        "and false for rows of data, whose EOS id the cross-entropy trains.",
     )
     prompt: str | dict[str, str] | None = option(
         None,
