@@ -86,7 +86,7 @@ def test_exact_match_adds_a_score_to_each_row(folder, capsys):
     assert [row["score"] for row in rows] == [1, 0, 1, 0, 1, 0, 0, 0, 0]
     assert {row["judge"] for row in rows} == {"exact_match"}
     assert [{k: v for k, v in row.items() if k not in ("score", "judge")} for row in rows] == answers()
-    assert "9 of 9 answers have a score, 0.3333 on average; they are in judged.jsonl" in capsys.readouterr().out
+    assert "wrote judged.jsonl; answers with a score: 9 of 9, 0.3333 on average" in capsys.readouterr().out
 
 
 def test_a_function_gets_texts_of_messages_too(folder):
@@ -117,18 +117,21 @@ def test_a_teacher_scores_texts_with_their_end(folder):
     [
         (["--by", "model"], "name is missing"),
         (["--by", "nobody"], "nobody"),
-        (["--by", "function", "a:b", "c"], "takes a kind and a name"),
+        (["--by", "function", "a:b", "c"], "must be a kind and a name"),
         (["--by", "function", "nowhere:f"], "nowhere"),
         (["--by", "model", "no/such/folder"], "no such folder"),
         (["--by", "url", "http://127.0.0.1:9"], "no server answers"),
         (["--by", "url", "http://x", "--question", "nowhere.txt"], "nowhere.txt cannot be read"),
-        (["--by", "exact_match", "--out", "answers.jsonl"], "answers.jsonl is there already"),
-        (["--by", "exact_match", "--out", "no/judged.jsonl"], "there is no folder no"),
-        (["--by", "function", "localhost:8000"], "is not package.module:name; a server is http://localhost:8000"),
+        (["--by", "exact_match", "--out", "answers.jsonl"], "answers.jsonl exists"),
+        (["--by", "exact_match", "--out", "no/judged.jsonl"], "There is no folder no"),
+        (
+            ["--by", "function", "localhost:8000"],
+            "is not package.module:name. For a server write http://localhost:8000",
+        ),
         (["--by", "function", "test_judge_and_pair:broken"], "KeyError: 'score' (test_judge_and_pair.py, line "),
         (["--by", "function", "test_judge_and_pair:lazy"], "KeyError: 'score' (test_judge_and_pair.py, line "),
-        (["--by", "function", "wrong:f"], "function 'wrong:f' (SyntaxError: "),
-        (["--by", "function", "failing:f"], "function 'failing:f' (ZeroDivisionError: division by zero (failing.py, "),
+        (["--by", "function", "wrong:f"], "function 'wrong:f' cannot be imported (SyntaxError: "),
+        (["--by", "function", "failing:f"], "function 'failing:f' cannot be imported (ZeroDivisionError: division by zero (failing.py, "),
     ],
 )
 def test_what_cannot_judge_is_said_in_a_line(arguments, said, folder, capsys):
@@ -144,13 +147,16 @@ def test_what_cannot_judge_is_said_in_a_line(arguments, said, folder, capsys):
 @pytest.mark.parametrize(
     ("rows", "said"),
     [
-        ([{"prompt": "p"}], "no column 'completion': hf-posttrain sample writes such rows"),
-        ([{"prompt": "p", "completion": 4}], "row 0: completion is 4"),
-        ([{"prompt": "", "completion": "a"}], "row 0: prompt is ''"),
-        ([{"prompt": "p", "completion": "a"}], "answers.jsonl, row 0: column 'reference': missing or null"),
-        ([{"prompt": "p", "completion": []}], "row 0: completion is []"),
-        ([{"prompt": ["p"], "completion": "a"}], "row 0: prompt is ['p']"),
-        ([{"prompt": "p", "completion": "a", "messages": ["x"]}], "row 0: messages is ['x']"),
+        ([{"prompt": "p"}], "no column 'completion'. Write such rows with hf-posttrain sample"),
+        ([{"prompt": "p", "completion": 4}], "row 0: completion must be a text or messages, not 4"),
+        ([{"prompt": "", "completion": "a"}], "row 0: prompt must be a text or messages, not ''"),
+        ([{"prompt": "p", "completion": "a"}], "answers.jsonl, row 0: column 'reference' is missing or null"),
+        ([{"prompt": "p", "completion": []}], "row 0: completion must be a text or messages, not []"),
+        ([{"prompt": ["p"], "completion": "a"}], "row 0: prompt must be a text or messages, not ['p']"),
+        (
+            [{"prompt": "p", "completion": "a", "messages": ["x"]}],
+            "row 0: messages must be a text or messages, not ['x']",
+        ),
     ],
 )
 def test_rows_that_cannot_be_judged_are_named(rows, said, folder, capsys):
@@ -168,7 +174,7 @@ def test_pairs_labels_and_answers_of_a_judged_file(folder, capsys):
         {"prompt": "1+1=", "chosen": "2", "rejected": "3"}, {"prompt": "2+2=", "chosen": "It is 4", "rejected": "6"},
     ]  # fmt: skip
     told = capsys.readouterr().out
-    assert "2 pairs of 3 prompts are in rows.jsonl\n  1 prompts gave none: answers that differ" in told
+    assert "wrote rows.jsonl; pairs: 2 from 3 prompts\n  prompts without a row: 1 (answers that differ" in told
     assert len(paired("cpo", "--take", "all", out="all.jsonl")) == 4
     assert paired("sft", out="sft.jsonl") == [
         {"prompt": "1+1=", "completion": "2"}, {"prompt": "2+2=", "completion": "It is 4"},
@@ -215,12 +221,12 @@ def test_an_answer_that_has_no_end_is_written_as_the_tokens_that_were_sampled(ki
     write(folder / "judged.jsonl", rows)
     assert run.main(["pair", "judged.jsonl", "--method", "dpo", "--out", "rows.jsonl"]) == 2
     said = capsys.readouterr().err
-    assert "judged.jsonl, row 1: its answer did not end, or ends inside a thought" in said
+    assert "judged.jsonl, row 1: the answer did not end, or ends inside a thought" in said
     assert not Path("rows.jsonl").exists()
     ids = [row | {"prompt_ids": [1, 2], "completion_ids": [3, n]} for n, row in enumerate(rows)]
     write(folder / "judged.jsonl", ids)
     assert paired("dpo") == [{"prompt_ids": [1, 2], "chosen_ids": [3, 0], "rejected_ids": [3, 1]}]
-    assert "they are token ids, for this tokenizer alone: 1 answers did not end" in capsys.readouterr().out
+    assert "written as token ids, for this tokenizer only: answers that did not end: 1" in capsys.readouterr().out
     write(folder / "judged.jsonl", [ids[0], ids[1] | {"completion": "3", "prompt": "p", "stopped": True}])
     assert "prompt_ids" not in paired("sft", out="whole.jsonl")[0]
 
@@ -257,12 +263,24 @@ def test_a_judge_reads_the_texts_that_it_reads_in_a_round(folder):
 @pytest.mark.parametrize(
     ("rows", "arguments", "said"),
     [
-        ([{"prompt": "p", "completion": c, "score": 1, "judge": c} for c in "ab"], [], "row 1: judge is 'b', and that"),
-        ([{"prompt": "p", "completion": "a"}], [], "no column 'score': hf-posttrain judge writes it"),
-        ([{"prompt": "p", "completion": "a", "score": "x"}], [], "row 0: score is 'x'"),
-        ([{"prompt": "p", "completion": c, "score": 1} for c in "ab"], [], "its 1 prompts give no row; 1 prompts gave"),
-        ([{"prompt": "p", "completion": c, "score": 1} for c in "ab"], ["--threshold", "2"], "--threshold is of"),
-        ([{"prompt": "p", "completion": c, "score": n} for n, c in enumerate("ab")], ["--ids"], "no prompt_ids"),
+        (
+            [{"prompt": "p", "completion": c, "score": 1, "judge": c} for c in "ab"],
+            [],
+            "row 1: judge must be that of row 0, 'a', not 'b'",
+        ),
+        ([{"prompt": "p", "completion": "a"}], [], "no column 'score'. Score the rows with hf-posttrain judge"),
+        ([{"prompt": "p", "completion": "a", "score": "x"}], [], "row 0: score must be a number or null, not 'x'"),
+        (
+            [{"prompt": "p", "completion": c, "score": 1} for c in "ab"],
+            [],
+            "none of the 1 prompts gives a row; prompts without a row: 1",
+        ),
+        ([{"prompt": "p", "completion": c, "score": 1} for c in "ab"], ["--threshold", "2"], "--threshold is only valid with"),
+        (
+            [{"prompt": "p", "completion": c, "score": n} for n, c in enumerate("ab")],
+            ["--ids"],
+            "requires the columns prompt_ids",
+        ),
     ],
 )
 def test_what_gives_no_pairs_is_said_in_a_line(rows, arguments, said, folder, capsys):
@@ -298,20 +316,24 @@ def test_a_file_goes_on_behind_its_last_whole_piece(tmp_path):
     with part.open("a") as cut:
         cut.write('{"n": 3, "tex')
     assert not out.exists()
-    with pytest.raises(InputError, match="is of an earlier command, with another n, of: give that again"):
+    with pytest.raises(
+        InputError, match="was written by an earlier command with other values of n, of. Run that command again"
+    ):
         ResumableFile(out, {"of": 2, "n": 1})
-    with pytest.raises(InputError, match="is of an earlier command, with another of: give that again"):
+    with pytest.raises(
+        InputError, match="was written by an earlier command with other values of of. Run that command again"
+    ):
         ResumableFile(out, {})
     with ResumableFile(out, key) as file:
         assert file.done == 1
-        assert [*file.left([0, 64, 128], "test")] == [64, 128]
-        with pytest.raises(InputError, match="another process writes"):
+        assert [*file.remaining([0, 64, 128], "test")] == [64, 128]
+        with pytest.raises(InputError, match="is being written by another process"):
             ResumableFile(out, key)
         file.write([{"n": 2}])
         assert [*file.finish()] == [{"n": 0}, {"n": 1}, {"n": 2}]
     assert read(out) == [{"n": 0}, {"n": 1}, {"n": 2}]
     assert not part.exists()
-    with pytest.raises(InputError, match="is there already"):
+    with pytest.raises(InputError, match="exists"):
         ResumableFile(out, key)
 
 

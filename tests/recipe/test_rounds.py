@@ -74,15 +74,15 @@ def test_the_resolved_recipe_is_read_again(folder):
         (["rounds.pair.threshold=1"], "rounds.pair.threshold is only valid with labels"),
         (["rounds.judge={by: model}"], "rounds.judge.name is missing"),
         (["rounds.judge={by: model, name: nowhere/at/all}"], "rounds.judge.name: nowhere/at/all: no such folder"),
-        (["rounds.judge.opponents=2"], "rounds.judge is 'exact_match': set rounds.judge to a mapping"),
+        (["rounds.judge.opponents=2"], "rounds.judge is 'exact_match'. Set rounds.judge to a mapping"),
         (["rounds.judge=nowhere:grade"], "function 'nowhere:grade'"),
-        (["rounds.max_completion_length=40"], "recipe.yaml:11: train.max_length: 40 leaves no prompt"),
+        (["rounds.max_completion_length=40"], "recipe.yaml:11: train.max_length=40 must exceed rounds.max_completion_length=40"),
         (["train.precompute_ref_log_probs=true"], "precompute_ref_log_probs cannot be combined with rounds"),
         (["rounds.sampler=vllm_colocate"], "requires the package vllm"),
         (["rounds.sampler=vllm_server"], "rounds.sampler requires sampler.base_url"),
         (["data.train.streaming=true", "train.max_steps=3"], "rounds cannot be combined with a stream of rows"),
         (["method=opd", "teacher.name_or_path=tiny"], "rounds cannot be combined with a method with a teacher"),
-        (["train.num_generations=4"], "write rounds.num_generations"),
+        (["train.num_generations=4"], "use rounds.num_generations"),
         (["rounds.judge=http://127.0.0.1:9"], "no server answers"),
     ],
 )  # fmt: skip
@@ -104,7 +104,7 @@ def test_check_refuses_what_a_run_would_find_after_its_weights(folder, capsys):
     assert "judge: tiny is Qwen3ForCausalLM. A reward model must be a sequence classifier" in capsys.readouterr().err
     (folder / "rows.jsonl").write_text('{"prompt": "1+1="}\n{"prompt": "2+2="}\n')
     assert run.main(["recipe.yaml", "--check"]) == 2
-    assert "judge exact_match compares with completions of the data, and 2 of 2" in capsys.readouterr().err
+    assert "judge exact_match compares with completions of the data. 2 of 2" in capsys.readouterr().err
 
 
 def test_check_says_how_many_rounds_there_are_in_few_steps(folder, capsys):
@@ -149,7 +149,7 @@ def test_a_run_into_the_folder_of_another_says_how_that_goes_on(folder, caplog):
     assert run.main(["recipe.yaml", *small_rounds(), "train.save_strategy=steps", "train.save_steps=2"]) == 0
     assert "earlier run" not in caplog.text
     assert run.main(["recipe.yaml", *small_rounds(), "train.save_strategy=no"]) == 0
-    assert "checkpoint-6 is of an earlier run, whose files this one overwrites: train.resume" in caplog.text
+    assert "checkpoint-6 belongs to an earlier run, whose files are overwritten. To resume" in caplog.text
     rows = [{"prompt": "1+1=", "chosen": str(n), "rejected": "no"} for n in range(9)]
     (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
     others = "rounds=null", "data.train.path=pairs.jsonl", "data.eval=null"
@@ -173,7 +173,7 @@ def test_a_judge_with_a_broken_tokenizer_is_said_in_a_line(text, said, folder, c
 def test_a_run_leaves_its_rounds_in_report_and_card(folder):
     assert run.main(["recipe.yaml", *small_rounds(), "train.eval_strategy=epoch", "train.logging_steps=1"]) == 0
     page, card = ((folder / "out" / name).read_text() for name in ("report.html", "README.md"))
-    assert "What each round gave" in page
+    assert "Results of each round" in page
     assert "Score" in [name for name, *_ in list_facts(read_run(folder / "out"))]
     assert "2 rounds on the model&#39;s own answers: 4 answers to each prompt at temperature 1" in page
     assert "judged by function hub" in card
@@ -188,5 +188,5 @@ def test_a_run_leaves_its_rounds_in_report_and_card(folder):
     from hf_posttrain import report
 
     report.write("out")
-    assert "Made afterwards, by hf-posttrain eval" in (folder / "out" / "report.html").read_text()
-    assert "### Evaluations afterwards" in (folder / "out" / "README.md").read_text()
+    assert "Evaluations by hf-posttrain eval" in (folder / "out" / "report.html").read_text()
+    assert "### Later evaluations" in (folder / "out" / "README.md").read_text()

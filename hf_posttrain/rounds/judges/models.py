@@ -151,9 +151,9 @@ class RewardModel(ModelJudge):
 
     def score_batch(self, examples: list[PromptAndAnswer]) -> list[float]:
         """Return the logits of the last tokens of a batch that is padded on the right."""
-        longest = max(len(ids) for _, ids in examples)
-        rows = [[*ids, *[self.tokenizer.pad_token_id] * (longest - len(ids))] for _, ids in examples]
-        mask = [[1] * len(ids) + [0] * (longest - len(ids)) for _, ids in examples]
+        max_length = max(len(ids) for _, ids in examples)
+        rows = [[*ids, *[self.tokenizer.pad_token_id] * (max_length - len(ids))] for _, ids in examples]
+        mask = [[1] * len(ids) + [0] * (max_length - len(ids)) for _, ids in examples]
         inputs = {"input_ids": torch.tensor(rows), "attention_mask": torch.tensor(mask)}
         return self.model(**send_to_device(inputs, self.device)).logits[:, 0].float().tolist()
 
