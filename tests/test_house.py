@@ -40,7 +40,7 @@ def modules():
 
 
 def imports(name, tree, known):
-    """The modules of ours that a module imports when it runs, in functions too; imports for type checkers do not run."""
+    """The modules of ours that a module imports when it runs, in functions too, and not for type checkers alone."""
     package = name if (PACKAGE / name.replace(".", "/")).is_dir() else name.rpartition(".")[0]
     for node in running(tree):
         if isinstance(node, ast.ImportFrom) and node.level:
