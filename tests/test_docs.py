@@ -444,7 +444,7 @@ def test_every_method_has_a_page_with_all_its_options():
 def test_the_table_of_training_arguments_is_true():
     text = (REPOSITORY / "docs" / "reference" / "options.md").read_text(encoding="utf-8")
     fields = {field.name: field for field in dataclasses.fields(PostTrainConfig)}
-    for option, default, _ in table(text, "## Of TrainingArguments"):
+    for option, default, _ in table(text, "## TrainingArguments"):
         given = fields[code(option)[0]].default
         assert code(default)[0] == (given if isinstance(given, str) else json.dumps(given)), option
 
