@@ -4,7 +4,7 @@
 
 EXPERIMENTS says what is compared: settings of a recipe of recipes/tiny, each trained once a seed in a process of its
 own on one thread, from that seed's student and teacher, which are trained first. A run that is there is not repeated.
-Writes results.json and results.md, with a table for each experiment; docs/reference/opd.md says what they show.
+Writes results.json and results.md, with a table for each experiment. docs/reference/opd_experiments.md describes them.
 """
 
 import argparse
