@@ -60,6 +60,11 @@ def join_names(names: Iterable[str]) -> str:
     return ", ".join(printable(str(name)) for name in names)
 
 
+def count_noun(count: int, noun: str) -> str:
+    """Return a count with its noun in the singular or plural, such as "1 row" and "2 rows"."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def printable(text: str, keep: str = "") -> str:
     """Return the text with its control characters escaped, except for those in `keep`."""
     return "".join(c if c.isprintable() or c in keep else repr(c)[1:-1] for c in text)

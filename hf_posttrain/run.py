@@ -170,7 +170,7 @@ def report_crash(error: Exception, folder: str | None) -> int:
     if known_advice := ADVICE.get(type(error).__name__):
         advice = f"{known_advice} (traceback: {file})"
         code = 2
-    print(f"error: {message}; {advice}", file=sys.stderr, flush=True)
+    print(f"error: {message.rstrip('.')}. {advice}", file=sys.stderr, flush=True)
     return code
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import logging
 import os
+import re
 import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -54,6 +55,7 @@ _COMMON_OPTIONS = (  # options of all methods with defaults that the page lists
     "report_to",
 )
 _BF16_MIN_WIDTH = 512  # hidden size from which a CPU that multiplies bf16 was faster with it
+_UNUSED_OPTION = re.compile(r"the chat template does not use: chat_template_kwargs (\S+) \(in \d+ examples?\)$")
 _WRAPPER = textwrap.TextWrapper(110, "  ", "    ", replace_whitespace=False, break_on_hyphens=False)
 
 
@@ -81,7 +83,17 @@ class Check:
         """Problems that would ruin training."""
         parts: list[Any] = [*self.data.values(), self.tokens, self.plan, self.memory]
         parts += [self.probe] if self.probe else []
-        return [warning for part in parts for warning in part.warnings()]
+
+        # an option that the chat template does not use is only reported for the first data set
+        warnings = []
+        unused_options = set()
+        for warning in (warning for part in parts for warning in part.warnings()):
+            match = _UNUSED_OPTION.search(warning)
+            if match and match[1] in unused_options:
+                continue
+            unused_options |= {match[1]} if match else set()
+            warnings.append(warning)
+        return warnings
 
     @property
     def status(self) -> int:

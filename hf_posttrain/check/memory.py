@@ -19,6 +19,7 @@ import torch
 from ..batching.micro_batch import MicroBatch
 from ..data.dataset_type import AnyDataset
 from ..data.lengths import longest_rows, planned_epochs
+from ..errors import count_noun
 from ..generation.batch_size import CACHE_MEMORY_SHARE, LOGIT_BYTES, even_batch_size
 from ..generation.rollout import GrowingLayer
 from ..methods.rules import REFERENCE_FREE_LOSSES
@@ -94,7 +95,8 @@ class MemoryEstimate:
             lines.append(f"  an estimate of the tensors: on CPU the process may need {most}, since {reason}")
         for name in ("parameters", "gradients", "optimizer", "second_model", "activations", "other"):
             lines += [f"  {name.replace('_', ' '):13s}{size / GIB:8.2f}"] if (size := getattr(self, name)) else []
-        lines.append("  the longest micro-batch: {rows} rows, {tokens} tokens, layout {layout}".format(**self.batch))
+        rows = count_noun(self.batch["rows"], "row")
+        lines.append(f"  the longest micro-batch: {rows}, {self.batch['tokens']} tokens, layout {self.batch['layout']}")
         others = [f"{name} {size / GIB:.2f}" for name, size in self.phases.items() if name != self.phase]
         lines += [f"  other parts of the run: {', '.join(others)}"] if others else []
         lines += [f"  in host memory for it: {self.host / GIB:.2f}"] if self.host else []

@@ -10,6 +10,7 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from ..data.dataset_type import AnyDataset
+from ..errors import count_noun
 from ..rounds.config import number_of_rounds
 from ..rounds.iterative_trainer import planned_rows
 from ..scoring import layouts
@@ -44,9 +45,10 @@ class Plan:
         """Yield the lines of the page."""
         source = "a stream"
         if self.rows is not None:
-            source = f"{self.epochs:.3g} epoch{'s' * (self.epochs != 1)} of {self.rows} rows"
+            source = f"{self.epochs:.3g} epoch{'s' * (self.epochs != 1)} of {count_noun(self.rows, 'row')}"
         processes = f" on {self.processes} processes" if self.processes > 1 else ""
-        yield f"{self.steps} steps of {self.rows_per_step} rows{processes}, {source}"
+        steps = f"{count_noun(self.steps, 'step')} of {count_noun(self.rows_per_step, 'row')}"
+        yield f"{steps}{processes}, {source}"
         yield from [self.rounds] if self.rounds else []
         yield f"layout: {self.layout} ({self.why})"
         if self.tokens_per_step is not None:
@@ -137,7 +139,10 @@ def _describe_rounds(config: PostTrainConfig, prompts: int, steps: int) -> str:
         return ""
     fewer = f" (instead of {rounds.count}, because each takes a step)" if count < rounds.count else ""
     about = "about " if steps % count else ""
-    return f"{count} rounds{fewer} of {about}{round(steps / count)} steps over {prompts} prompts: {answers}"
+    round_steps = count_noun(round(steps / count), "step")
+    return (
+        f"{count_noun(count, 'round')}{fewer} of {about}{round_steps} over {count_noun(prompts, 'prompt')}: {answers}"
+    )
 
 
 def planned_examples(

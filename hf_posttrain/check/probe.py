@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from ..batching.micro_batch import MicroBatch
 from ..data.dataset_type import AnyDataset
 from ..data.lengths import longest_rows, tokens_per_row
+from ..errors import count_noun
 from ..losses.divergence import reverse_kl
 from ..methods import METHODS, config_class
 from ..methods.objective import Divergence
@@ -86,7 +87,7 @@ class Probe:
         """Yield the lines of the page."""
         expected = "" if self.estimate is None else f" (estimate: {self.estimate / 2**30:.2f})"
         measured = f"{self.seconds:.1f} s, {self.peak_bytes / 2**30:.2f} GiB at most{expected}, loss {self.loss:.4g}"
-        yield f"a step of {self.rows} rows of up to {self.longest} tokens: {measured}"
+        yield f"a step of {count_noun(self.rows, 'row')} of up to {self.longest} tokens: {measured}"
         if self.alignment:
             one_to_one, in_full = (self.alignment[f"align/{name}"] for name in ("one_to_one", "in_full"))
             shares = f"{one_to_one:.1%} of its trained tokens align with one token of the teacher"

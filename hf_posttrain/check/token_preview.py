@@ -20,7 +20,7 @@ from ..data.images import get_image_reader, image_size
 from ..data.prepare import tokenize_dataset
 from ..data.row_schema import Reader, RowKind
 from ..data.sources import load
-from ..errors import InputError, error_context, printable
+from ..errors import InputError, count_noun, error_context, printable
 from ..recipe.datasets import dataset_names
 from ..recipe.sections import Recipe
 from ..trainer.config import PostTrainConfig
@@ -142,7 +142,8 @@ class TokenAudit:
     def lines(self) -> Iterator[str]:
         """Yield the lines of the page."""
         counts = ", ".join(f"{number} x in {count}" for number, count in sorted(self.bos_counts.items()))
-        yield f"BOS: {self.bos}, {counts} of {self.examples} examples" if self.bos else "BOS: the tokenizer has none"
+        examples = count_noun(self.examples, "example")
+        yield f"BOS: {self.bos}, {counts} of {examples}" if self.bos else "BOS: the tokenizer has none"
         if self.answers:
             yield f"end: {self.ended} of {self.answers} answers end with a trained {' or '.join(self.stops.values())}"
         for name, stops in (("generation", self.stops), ("the teacher", self.teacher_stops)):
@@ -165,7 +166,7 @@ class TokenAudit:
                 (w, h, fewest) = sizes[0]
                 (width, height, most) = sizes[-1]
                 mean = sum(tokens for *_, tokens in sizes) / len(sizes)
-                summary = f"{len(sizes)} in {self.examples} examples, {mean:.0f} tokens each on average, "
+                summary = f"{len(sizes)} in {examples}, {mean:.0f} tokens each on average, "
                 summary += f"from {fewest} of {w} x {h} pixels to {most} of {width} x {height}"
             yield f"images: {summary}"
         eos = " (also the EOS token, which is still trained at the end of an answer)" if self.pad_is_eos else ""

@@ -121,7 +121,7 @@ def compose(method: Method, arguments: argparse.Namespace, file: Path) -> str:
     shipped_reader = read_tree(files[reader.name])[0] if reader.name in files else {}
 
     notes = {"model": "; its initial weights are also the reference" if method.second == "reference" else ""}
-    notes |= {"teacher": "; it must have the tokens of the model above"} if method.second == "teacher" else {}
+    notes |= {"teacher": "; it must have the same tokens as the model"} if method.second == "teacher" else {}
     defaults = {name: shipped.get(name, {}).get("name_or_path", f"ORG/{name.upper()}") for name in notes}
     models = {name: getattr(arguments, name) or _ask(name, defaults[name], arguments.yes) for name in notes}
     sources, is_plain_text, has_answers = _choose_rows(reader, shipped_reader, arguments)
@@ -348,9 +348,13 @@ def _yaml_lines(tree: Mapping[str, Any], depth: int = 0) -> Iterator[str]:
         value, comment = entry
         line = f"{'  ' * depth}{key}: {format_yaml(value)}".ljust(37)
         fitting = f".{{1,{max(40, 116 - len(line))}}}"
-        clauses = (re.match(f"{fitting}(?={end})", comment) for end in ("$", "; ", r"[:,] (?![^{]*\})| \("))
+        ends = ("$", "; ", r"[:,] (?![^{]*\})| \(", " ")  # the whole comment, clauses, words
+        clauses = (re.match(f"{fitting}(?={end})", comment) for end in ends)
         if clause := next(filter(None, clauses), None):
-            ellipsis = ", ..." if comment[clause.end() :].startswith(",") else ""
+            rest = comment[clause.end() :]
+            ellipsis = ", ..." if rest.startswith(",") else ""
+            if rest.startswith(" ") and not rest.startswith(" ("):
+                ellipsis = " ..."
             comment = clause[0] + ellipsis
         yield f"{line}  # {comment}\n"
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ..errors import InputError
+from ..errors import InputError, count_noun
 
 logger = logging.getLogger(__name__)
 EVALUATIONS = "evaluations.json"
@@ -91,5 +91,5 @@ def as_table(entry: dict[str, Any]) -> str:
     width = max(map(len, entry["metrics"]), default=0)
     lines = [f"  {name:{width}}  {value:.6g}" for name, value in entry["metrics"].items()]
     lines += [f"  left out: {line}" for line in entry["left_out"]]
-    title = f"{entry.get('task') or entry['data']}: {entry['rows']} rows, {entry['model']}"
+    title = f"{entry.get('task') or entry['data']}: {count_noun(entry['rows'], 'row')}, {entry['model']}"
     return "\n".join([title, *lines])

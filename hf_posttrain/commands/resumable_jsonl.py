@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ..errors import InputError
+from ..errors import InputError, count_noun
 
 logger = logging.getLogger(__name__)
 END = "end_of_piece"
@@ -179,7 +179,7 @@ class ResumableBatches:
             with contextlib.suppress(ValueError):  # the incomplete line of an interrupted command
                 self.results |= {int(number): value for number, value in json.loads(line).items()}
         if self.results:
-            logger.info("resuming after %d rows in %s", len(self.results), file)
+            logger.info("resuming after %s in %s", count_noun(len(self.results), "row"), file)
 
     def add(self, results: dict[int, Any]) -> None:
         """Store the results of a batch by row number."""

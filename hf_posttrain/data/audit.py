@@ -16,6 +16,7 @@ import pandas as pd
 import pyarrow.compute as pc
 from transformers import PreTrainedTokenizerBase
 
+from ..errors import count_noun
 from .dataset_type import AnyDataset
 from .encode import COMPLETION_TRUNCATED, IDENTICAL, NO_TARGET, PROMPT_TRUNCATED
 from .lengths import first_rows
@@ -156,7 +157,8 @@ class DataAudit:
     def lines(self) -> list[str]:
         """Return the audit as text: a title and indented lines."""
         suffix = " (the beginning of a stream; the rest is not audited)" if self.streamed else ""
-        lines = [f"{self.name}: {self.rows_read} rows read as {self.examples} examples{suffix}"]
+        rows = count_noun(self.rows_read, "row")
+        lines = [f"{self.name}: {rows} read as {count_noun(self.examples, 'example')}{suffix}"]
         lines += [f"  {note}" for note in self.notes]
         for label, tallies in (("dropped", self.dropped), ("truncated", self.truncated)):
             lines += [f"  {label}: {tally}, {tally.reason}" for tally in tallies] or [f"  {label}: 0"]
@@ -174,8 +176,8 @@ class DataAudit:
         """Return warnings about problems that would ruin training or make the evaluation meaningless, with a fix."""
         if not self.kept:
             return [
-                f"{self.name}: all {self.examples} examples are dropped, because they have no trained token."
-                " Increase max_length"
+                f"{self.name}: every example is dropped, because none has a trained token (number of examples:"
+                f" {self.examples}). Increase max_length"
             ]
 
         # effects of max_length

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase, TrainingArgu
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from ..capabilities import Feature, conflict_message, option_features
-from ..errors import InputError, short_repr
+from ..errors import InputError, count_noun, short_repr
 from .dataset_type import AnyDataset, AnyDatasets
 from .packing import column_lengths, example_lengths
 
@@ -105,8 +105,8 @@ def check_fills_step(rows: AnyDataset, args: TrainingArguments) -> None:
     if isinstance(rows, datasets.Dataset):
         if drop_last and len(rows) < batch:
             raise InputError(
-                f"dataloader_drop_last: {len(rows)} rows do not fill a batch of {batch}. Set it to false, or lower "
-                "per_device_train_batch_size"
+                f"dataloader_drop_last: a batch of {batch} requires more rows than the data has ({len(rows)}). "
+                "Set it to false, or lower per_device_train_batch_size"
             )
         return
     if args.world_size > 1:  # each process would read all rows
@@ -198,9 +198,9 @@ def warn_if_too_long(rows: AnyDataset | None, config: PretrainedConfig, args: Tr
         fix = f"{fix}, and {section}.max_completion_length below it"
     if positions > 0 and (count := int((lengths > positions).sum())):
         logger.warning(
-            "train: %d examples %s longer than the model's %d positions (max_position_embeddings), up to %d tokens. %s",
-            count,
-            verb,
+            "train: %s %s longer than the model's %d positions (max_position_embeddings), up to %d tokens. %s",
+            count_noun(count, "example"),
+            "is" if (verb, count) == ("are", 1) else verb,
             positions,
             lengths.max(),
             fix,

@@ -12,7 +12,7 @@ import pandas as pd
 import xxhash
 from transformers import PreTrainedTokenizerBase
 
-from ..errors import InputError, error_context, join_names, name_hint
+from ..errors import InputError, count_noun, error_context, join_names, name_hint
 from . import column_inference
 from .assistant_mask import MASK_OPTIONS
 from .dataset_type import AnyDataset
@@ -118,7 +118,8 @@ def prepare(
     image_lost = state & IMAGE_TRUNCATED > 0
     dropped = row[lost & ~image_lost]
     truncated = int((~lost & (state & TRUNCATED > 0)).sum())
-    line = f"{name}: {len(dataset)} rows read" + (f" as {len(mapped)} examples" if len(mapped) != len(dataset) else "")
+    line = f"{name}: {count_noun(len(dataset), 'row')} read"
+    line += f" as {count_noun(len(mapped), 'example')}" if len(mapped) != len(dataset) else ""
     line += f", {truncated} truncated ({_limit(method.rows, config)}), {len(dropped)} dropped"
     if len(dropped):
         line += f" (no trained token left; first rows {', '.join(map(str, dropped[:5]))})"
@@ -649,7 +650,7 @@ def _keep_streamed(state: int, row: int, unread: str, name: str, reported: set[s
         logger.warning("%s: row %d is truncated to max_length, and others of this stream may be", name, row)
     for part in {*filter(None, unread.split(", "))} - reported:
         reported.add(part)
-        logger.warning(
+        notes_logger.warning(
             "%s: the chat template does not use: %s (row %d of this stream, and maybe others)", name, part, row
         )
     return not state & NO_TARGET

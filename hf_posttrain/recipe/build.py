@@ -64,18 +64,18 @@ def configure(recipe: Recipe, training: bool = False) -> "tuple[type[PostTrainer
     check_inputs(recipe, training)
     method = METHODS[recipe.method]
     import_quietly(method.module)
-    from ..engines.launch import quantisation_problem
+    from ..engines.launch import quantization_problem
     from ..trainer.checkpoint import incomplete_parts
 
     config = train_config(recipe, config_class(method))
     for name, section in recipe.models():
-        if section.quantization != "none" and (problem := quantisation_problem(section.quantization, config)):
+        if section.quantization != "none" and (problem := quantization_problem(section.quantization, config)):
             raise InputError(f"{recipe.where(f'{name}.quantization')}: {name}.quantization: {problem}")
     # "auto" skips incomplete checkpoints
     checkpoint = config.resume_from_checkpoint if training else None
     if isinstance(checkpoint, str) and checkpoint != "auto" and (missing := incomplete_parts(Path(checkpoint))):
         place = recipe.where("train.resume_from_checkpoint")
-        problem = f"the checkpoint {checkpoint} is incomplete and lacks {', '.join(missing)}"
+        problem = f"the checkpoint {checkpoint} is incomplete, without {', '.join(missing)}"
         raise InputError(f"{place}: {problem}. Set another checkpoint, or auto")
     return (trainer_class(method), config) if recipe.rounds is None else _configure_rounds(recipe, config)
 
@@ -262,7 +262,7 @@ def load_models(recipe: Recipe, config: "PostTrainConfig") -> dict[str, Any]:
     from ..models import load as models
 
     set_seed(config.seed)
-    storage = launch.quantised_storage(config)
+    storage = launch.quantized_storage(config)
     loaded: dict[str, Any] = {}
     for name, section in recipe.models():
         with error_context(recipe.where(f"{name}.name_or_path")):

@@ -17,7 +17,7 @@ from ..data.lengths import check_fills_step, tokens_per_row
 from ..data.prepare import columns_read
 from ..data.sources import load
 from ..engines import launch
-from ..errors import InputError, error_context
+from ..errors import InputError
 from ..generation.exact_match import prompts_with_answers
 from ..trainer.base import PostTrainer
 from ..trainer.config import PostTrainConfig
@@ -46,7 +46,7 @@ def prepare_data(
     # one process of each machine tokenizes, and the others read its cache
     with launch.main_process_first(config):
         for name, sources in recipe.data.splits():
-            with error_context(recipe.where(f"data.{name}.path")), _add_line_number(sources):
+            with _data_context(recipe, f"data.{name}.path"), _add_line_number(sources):
                 raw[name] = load(sources, name, partial(columns_read, method=recipe.data_method, config=config))
                 rows[name] = trainer_class.prepare(raw[name], tokenizer, config, _name_with_file(name, sources))
                 if name == "eval" and config.eval_exact_match:
@@ -76,6 +76,25 @@ def summarize_rows(rows: AnyDataset) -> str:
     ids = [column for column in rows.column_names if column.endswith("_ids") and column != "mismatch_ids"]
     folders = sorted({str(Path(file["filename"]).parent) for file in rows.cache_files})
     return f"rows: {len(rows)}, tokens: {tokens_per_row(rows, ids).sum()}, cached in {', '.join(folders)}"
+
+
+@contextmanager
+def _data_context(recipe: Recipe, key: str) -> Iterator[None]:
+    """Prefix the message of an InputError about data with the place of their path.
+
+    An error about `apply_chat_template` has the place of that option. If it concerns the columns, the place of the path
+    is added.
+    """
+    place = recipe.where(key)
+    option_place = recipe.where("train.apply_chat_template")
+    try:
+        yield
+    except InputError as error:
+        if ": apply_chat_template requires" not in str(error):
+            raise InputError(f"{place}: {error}") from error
+        depends_on_data = "and the data has" in str(error) and option_place != place
+        suffix = f"; {key} is at {place}" if depends_on_data else ""
+        raise InputError(f"{option_place}: {error}{suffix}") from error
 
 
 @contextmanager

@@ -23,16 +23,17 @@ class Source:
     """A source of rows."""
 
     path: str = option(
-        help="A .jsonl, .json, .csv or .parquet file, a folder of files or of a saved dataset, or a hub name."
+        help="A .jsonl, .json, .csv or .parquet file, a folder or a hub name. "
+        "A folder contains such files or a saved dataset."
     )
     name: str | None = option(None, "Configuration of the hub dataset.")
     split: str = option(
         "train", "Split of a hub dataset or saved DatasetDict. Slices such as `train[:90%]` are allowed."
     )
     columns: dict[str, str] | None = option(
-        None, "Columns with other names, such as {prompt: question, completion: answer}."
+        None, "Columns that have other names in the data, such as {prompt: question, completion: answer}."
     )
-    limit: int | None = option(None, "Number of rows to read from the start; by default all.")
+    limit: int | None = option(None, "Number of rows to read from the start. By default all.")
     weight: float = option(
         1.0, "Number of times that its rows are used (0.5: a random half), or the share of a stream in a mixture."
     )

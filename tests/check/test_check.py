@@ -292,6 +292,13 @@ def test_what_the_template_does_not_write_is_said_once(folder):
     assert str(checked("data.eval=null")).count("the chat template does not use: key 'weight'") == 1
 
 
+def test_an_option_that_the_template_does_not_read_is_said_once(folder):
+    """And not of each data set."""
+    found = checked("train.apply_chat_template=true", "train.chat_template_kwargs={enable_thinking: false}")
+    assert len(found.data) == 2
+    assert len([warning for warning in found.warnings if "enable_thinking" in warning]) == 1
+
+
 def test_a_misspelt_switch_of_the_template_is_named_where_it_stands(folder):
     """And not at the data."""
     byte_tokenizer(CHATML + "{% if enable_thinking %}{% endif %}").save_pretrained("tiny")

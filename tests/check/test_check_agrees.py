@@ -150,7 +150,7 @@ REFUSED = {
     ),
     "no_answers": (plain("opd", "empty_answers", lmbda=0.5), "lmbda below 1 trains on completions of the data"),
     "auto_of_one_label": (plain("kto", "good", loss_type="bco", desirable_weight="auto"), "`auto` requires rows of both labels"),
-    "few_rows": (plain("sft", "one", dataloader_drop_last=True), "1 rows do not fill a batch of 2"),
+    "few_rows": (plain("sft", "one", dataloader_drop_last=True), "a batch of 2 requires more rows than the data has (1)"),
     "short_stream": (streamed(plain("sft", gradient_accumulation_steps=3)), "4 rows, and a step takes 6"),
     "grouped_stream": (streamed(plain("sft", train_sampling_strategy="group_by_length")), "cannot be combined"),
     "referenced_stream": (streamed(plain("dpo", precompute_ref_log_probs=True)), "cannot be combined"),

@@ -285,7 +285,7 @@ def test_logits_that_are_nan_are_told_in_a_line(talk):
     (["base", "--chat_template_kwargs", '{"x": "no"}'], "which templates treat as true"),
     (["base", "--plain", "--system", "x"], "--system requires a chat template"), (["base", "--sed", "1"], "--sed"),
     (["base", "--plain", "--chat_template_kwargs", '{"x": 1}'], "--chat_template_kwargs requires a chat template"),
-    (["small", "--adapter", "adapter"], "adapter adapter was not trained on small: the base lacks"), ([], "MODEL"),
+    (["small", "--adapter", "adapter"], "adapter adapter was not trained on small. The base lacks"), ([], "MODEL"),
 ])  # fmt: skip
 def test_what_cannot_be_talked_to_is_said_in_a_line(arguments, said):
     tiny_model("llama", num_hidden_layers=1).save_pretrained("small")

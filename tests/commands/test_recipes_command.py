@@ -61,19 +61,19 @@ def test_nothing_is_copied_where_one_file_is_there(elsewhere):
     Path("dpo.yaml").write_text("mine")
     Path("kto.yaml").symlink_to("nowhere")
     for name in ("dpo", "kto"):
-        with pytest.raises(InputError, match=rf"^{name}.yaml is there already: nothing was copied"):
+        with pytest.raises(InputError, match=rf"^{name}.yaml exists, and nothing was copied"):
             recipes.main(["sft", name])
     assert Path("dpo.yaml").read_text() == "mine"
     assert not Path("sft.yaml").exists()
 
 
 @pytest.mark.parametrize(("arguments", "problem"), [
-    (["dop_full"], "no recipe 'dop_full' comes with the package; did you mean 'dpo_full'?"),
-    (["sft", "fsdp"], "no recipe 'fsdp' comes with the package; did you mean 'fsdp2'?"),
-    (["--show", "!"], "no recipe '!' comes with the package; hf-posttrain recipes lists them"),
-    (["tiny/dpo"], "no recipe 'tiny/dpo' comes with the package"),
-    (["--show", "sft", "dpo"], "--show prints one file and copies none"),
-    (["--to", "here"], "--to: name the recipes to copy"),
+    (["dop_full"], "there is no recipe 'dop_full' in the package; did you mean 'dpo_full'?"),
+    (["sft", "fsdp"], "there is no recipe 'fsdp' in the package; did you mean 'fsdp2'?"),
+    (["--show", "!"], "there is no recipe '!' in the package. List them with: hf-posttrain recipes"),
+    (["tiny/dpo"], "there is no recipe 'tiny/dpo' in the package"),
+    (["--show", "sft", "dpo"], "--show cannot be combined with names to copy"),
+    (["--to", "here"], "--to requires the names of the recipes to copy"),
     (["--version"], "unrecognized arguments: --version"),
 ])  # fmt: skip
 def test_mistakes_are_said_in_one_line(elsewhere, arguments, problem):
@@ -90,8 +90,10 @@ def test_a_folder_that_cannot_be_made(elsewhere):
 
 
 def test_an_installation_without_them(elsewhere, monkeypatch):
-    monkeypatch.setattr(recipes, "_places", lambda: [elsewhere])
-    with pytest.raises(InputError, match=r"^this installation has no recipes: there is no share/hf_posttrain in /"):
+    monkeypatch.setattr(recipes, "_locations", lambda: [elsewhere])
+    with pytest.raises(
+        InputError, match=r"^this installation has no recipes, since share/hf_posttrain is missing in /"
+    ):
         recipes.main([])
 
 
@@ -99,7 +101,7 @@ def test_a_folder_recipes_of_another_package_is_none_of_ours(elsewhere, monkeypa
     """site-packages may have one."""
     (elsewhere / "recipes").mkdir()
     (elsewhere / "recipes" / "cake.yaml").write_text("flour: 1")
-    monkeypatch.setattr(recipes, "_places", lambda: [elsewhere, REPOSITORY])
+    monkeypatch.setattr(recipes, "_locations", lambda: [elsewhere, REPOSITORY])
     assert "cake" not in recipes.find_shipped()["recipes"]
 
 

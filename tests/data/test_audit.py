@@ -141,7 +141,7 @@ def test_dropped_rows_have_their_reason(audited):
     assert found.lengths["trained"] == {"min": 1, "p50": 1, "p95": 1, "p99": 1, "max": 1, "mean": 1.0}
     assert audited("sft", rows).dropped == [Truncation(2, [2, 4], "no trained token")]
     assert audited("sft", rows[2:3], max_length=3).warnings() == [
-        "train: all 1 examples are dropped, because they have no trained token. Increase max_length"
+        "train: every example is dropped, because none has a trained token (number of examples: 1). Increase max_length"
     ]
 
 

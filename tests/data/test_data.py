@@ -414,7 +414,7 @@ def test_packed_examples_are_measured_one_by_one(caplog):
     warn_if_too_long(packed, GPT2Config(n_positions=11), config())
     assert caplog.messages == []
     warn_if_too_long(packed, GPT2Config(n_positions=10), config())
-    assert "1 examples are longer than the model's 10 positions" in caplog.text
+    assert "1 example is longer than the model's 10 positions" in caplog.text
 
 
 @pytest.mark.parametrize("method", names_where(lambda method: not method.rows.sampled))

@@ -42,17 +42,17 @@ def test_switches():
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ([], "command line: there is no recipe: hf-posttrain RECIPE.yaml [section.key=value ...]"),
-        (["r.yaml", "--probe"], "command line: --probe is an option of --check: add that, or drop --probe"),
-        (["r.yaml", "--check", "--preprocess-only"], "command line: --check and --preprocess-only exclude each other"),
+        ([], "command line: there is no recipe. Usage: hf-posttrain RECIPE.yaml [section.key=value ...]"),
+        (["r.yaml", "--probe"], "command line: --probe is only valid with --check. Add --check, or remove --probe"),
+        (["r.yaml", "--check", "--preprocess-only"], "command line: --check cannot be combined with --preprocess-only"),
         (["r.yaml", "--chek"], "command line: unknown option --chek; did you mean --check?"),
         (
             ["r.yaml", "--beta=1"],
-            "command line: '--beta=1' is not section.key=value: write train.beta=1, without dashes",
+            "command line: '--beta=1' must have the form section.key=value without dashes. Use train.beta=1",
         ),
-        (["r.yaml", "--device_memory", "80"], "command line: --device_memory is an option of --check"),
+        (["r.yaml", "--device_memory", "80"], "command line: --device_memory is only valid with --check"),
         (["r.yaml", "--check", "--config_file", "no.yaml"], "command line: --config_file: there is no file no.yaml"),
-        (["r.yaml", "--check", "--device_memory=-1"], "command line: --device_memory must be a number of GiB above 0"),
+        (["r.yaml", "--check", "--device_memory=-1"], "command line: --device_memory must be a positive number of GiB"),
         (["r.yaml", "--check=3"], "command line: argument --check: ignored explicit argument '3'"),
     ],
 )

@@ -66,7 +66,9 @@ FILES = {
     ),
     "first.yaml": recipe("sft", output="outputs/first"),
     "second.yaml": recipe("sft", model="outputs/first"),
+    "chat.yaml": recipe("sft", "  apply_chat_template: true\n"),
     "rows.jsonl": lines(*ROWS),
+    "texts.jsonl": lines({"text": "a"}, {"text": "b"}),
     "folder/readme.md": "no model\n",
     "adapter/adapter_config.json": "{}",
     "run/checkpoint-3/trainer_state.json": "{}",
@@ -226,8 +228,8 @@ def test_the_real_command_says_nothing_else(untouched, arguments, expected):
 
 def test_a_cache_that_cannot_be_written_is_not_blamed_on_the_rows(untouched):
     code, lines = command("sft.yaml", HF_DATASETS_CACHE=str(untouched / "rows.jsonl"))
-    problem = f"{untouched}/rows.jsonl is a file, not a folder; HF_DATASETS_CACHE says where it is"
-    assert (code, lines) == (2, [f"error: the cache of data sets cannot be written: {problem}"])
+    problem = f"{untouched}/rows.jsonl is a file, not a folder. Set HF_DATASETS_CACHE to another folder"
+    assert (code, lines) == (2, [f"error: the cache of datasets cannot be written: {problem}"])
 
 
 @pytest.mark.parametrize(("key", "path"), [("data.train.path", "rows.jsonl"), ("model.chat_template", "open.jinja")])
@@ -278,10 +280,10 @@ def test_a_link_to_nothing_alongside_the_recipe_is_no_recipe(untouched, capsys):
 
 
 def test_a_reporter_that_is_not_installed_is_named(untouched, monkeypatch, capsys):
-    monkeypatch.setattr(rules, "REPORTERS", {"wandb": ("no_such_package",)})
+    monkeypatch.setattr(rules, "REPORTER_PACKAGES", {"wandb": ("no_such_package",)})
     assert run.main(["sft.yaml", "train.report_to=wandb"]) == 2
-    expected = "error: command line: train.report_to: wandb needs a package: pip install no_such_package\n"
-    assert capsys.readouterr().err == expected
+    problem = "train.report_to: wandb requires a package that is not installed. Run pip install no_such_package"
+    assert capsys.readouterr().err == f"error: command line: {problem}\n"
 
 
 @pytest.mark.parametrize("template", [CHATML, CHATML_GENERATION, QWEN3, DEEPSEEK, LLAMA, BREAKS, TAGS])
@@ -303,4 +305,4 @@ def test_files_that_look_odd_and_are_sound(untouched, name, tmp_path, capsys):
         "one class": lines(*({**row, "label": True} for row in ROWS)).encode(),
     }[name])  # fmt: skip
     assert run.main([f"{method}.yaml", f"data.train={{path: {path}}}", "--preprocess-only"]) == 0
-    assert "train: 8 rows, " in capsys.readouterr().out
+    assert "train: rows: 8, " in capsys.readouterr().out

@@ -180,10 +180,10 @@ def test_train_section_is_checked_against_the_config(unchecked, given, message):
         ("", "dpo.yaml: the recipe must be a mapping of keys to values, not null"),
         ("- 1\n", "dpo.yaml: the recipe must be a mapping of keys to values, not [1]"),
         ("a: &a\n  b: *a\n", "contains itself"),
-        ("a: !!int x\n", "dpo.yaml:1: the tag !!int is not read"),
+        ("a: !!int x\n", "dpo.yaml:1: the tag !!int is not supported"),
         ("a: !!timestamp x\n", "tag !!timestamp is not"),
         ("b: 1\n!!bool x: 1\n", "dpo.yaml:2: the tag !!bool"),
-        ("a: !mine x\n", "the tag !mine is not read"),
+        ("a: !mine x\n", "the tag !mine is not supported"),
     ],
 )
 def test_mistakes_in_the_file_name_the_line_and_the_nearest_key(recipe, text, message):
@@ -193,42 +193,49 @@ def test_mistakes_in_the_file_name_the_line_and_the_nearest_key(recipe, text, me
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["beta"], "command line: 'beta' is not section.key=value, such as train.learning_rate=5e-7"),
+        (["beta"], "command line: 'beta' must have the form section.key=value, such as train.learning_rate=5e-7"),
         (["trian.beta=1"], "command line: unknown section trian; did you mean 'train'?"),
         (["model.lora.r=0"], "command line: model.lora.r=0 must be at least 1"),
-        (["data.train.path.x=1"], "command line: data.train.path.x cannot be set, data.train.path is 'pairs.jsonl'"),
+        (
+            ["data.train.path.x=1"],
+            "command line: data.train.path.x cannot be set, since data.train.path is 'pairs.jsonl'",
+        ),
         (
             ["data.train=[{path: a}]", "data.train.path=b"],
-            "command line: data.train is a list of 1: set data.train.{0..0}",
+            "command line: data.train.path cannot be set, since data.train is a list of length 1. Set "
+            "data.train.{0..0}",
         ),
         (["train.x={"], "command line: train.x={: YAML syntax error"),
-        (["model.quantization=4bit", "model.lora=null"], "model.quantization needs model.lora or model.adapter"),
+        (["model.quantization=4bit", "model.lora=null"], "model.quantization requires an adapter"),
         (
             ["model.quantization=4bit", "model.from_scratch=true"],
-            "model.quantization and model.from_scratch exclude each other",
+            "model.quantization cannot be combined with model.from_scratch",
         ),
         (
             ["model.from_scratch=true"],
-            "dpo.yaml:4: model.lora and model.from_scratch exclude each other: an adapter is saved without its random "
-            "base; drop model.lora, or save the random model first",
+            "dpo.yaml:4: model.lora cannot be combined with model.from_scratch: an adapter is saved without its random "
+            "base. Remove model.lora, or save the random model first",
         ),
-        (["model.adapter=x"], "model.adapter and model.lora exclude each other"),
+        (["model.adapter=x"], "model.adapter cannot be combined with model.lora"),
         (
             ["model.lora=null", "model.adapter=x", "model.from_scratch=true"],
-            "model.adapter and model.from_scratch exclude",
+            "model.adapter cannot be combined with model.from_scratch",
         ),
         (
             ["model.chat_template=dpo.yml"],
-            "command line: model.chat_template: no file dpo.yml; did you mean 'dpo.yaml'?",
+            "command line: model.chat_template: there is no file dpo.yml; did you mean 'dpo.yaml'?",
         ),
-        (["teacher.name_or_path=x"], "command line: method dpo uses no teacher; that section belongs to kd and opd"),
-        (["method=kd"], "command line: method kd needs a teacher section"),
-        (["method=opd", "teacher={name_or_path: x, lora: {}}"], "command line: teacher.lora makes no sense"),
-        (["method=kd", "teacher={name_or_path: x, chat_template: dpo.yaml}"], "line: teacher.chat_template makes no"),
-        (["model.offload=true"], "command line: model.offload is for a teacher"),
+        (["teacher.name_or_path=x"], "command line: teacher is only valid with method kd or opd, not dpo"),
+        (["method=kd"], "command line: method kd requires a teacher"),
+        (["method=opd", "teacher={name_or_path: x, lora: {}}"], "command line: teacher.lora is not supported"),
+        (
+            ["method=kd", "teacher={name_or_path: x, chat_template: dpo.yaml}"],
+            "line: teacher.chat_template is not supported",
+        ),
+        (["model.offload=true"], "command line: model.offload is only valid for a teacher"),
         (["data.train.limit=0"], "command line: data.train.limit=0 must be at least 1 (or null for all rows)"),
         (["data.train.weight=0"], "command line: data.train.weight=0 must be positive"),
-        (["data.train=[]"], "command line: data.train is an empty list of sources"),
+        (["data.train=[]"], "command line: data.train must not be an empty list"),
         (["data.train.path="], "command line: data.train.path must be a string, not null"),
         (["data.eval=x.jsonl"], "command line: data.eval must be a mapping"),
     ],
@@ -256,9 +263,9 @@ def test_an_override_changes_one_of_two_aliased_sections(recipe):
 
 def test_missing_recipe_names_the_nearest(recipe, tmp_path):
     recipe()
-    assert refusal(load_recipe, "dp.yaml") == "no recipe dp.yaml; did you mean 'dpo.yaml'?"
+    assert refusal(load_recipe, "dp.yaml") == "there is no recipe dp.yaml; did you mean 'dpo.yaml'?"
     assert refusal(load_recipe, tmp_path / "dp.yaml").endswith(f"did you mean '{tmp_path}/dpo.yaml'?")
-    assert refusal(load_recipe, "no/dp.yaml") == "no recipe no/dp.yaml: there is no folder no"
+    assert refusal(load_recipe, "no/dp.yaml") == "there is no recipe no/dp.yaml, since there is no folder no"
     assert "is a folder" in refusal(load_recipe, ".")
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     assert "cannot be read as text" in refusal(load_recipe, "binary.yaml")
@@ -377,7 +384,7 @@ def test_reading_a_recipe_imports_no_torch(recipe, tmp_path):
      ("{beta: much}", "train.beta must be a number or null, not 'much'"),
      ("{max_steps: 1.5}", "train.max_steps must be a whole number, not 1.5"),
      ("{warmup_ratio: 0.1}", "train.warmup_ratio does not exist: use warmup_steps"),
-     ("{eval_strategy: steps}", "train.eval_strategy: steps needs data.eval"),
+     ("{eval_strategy: steps}", "train.eval_strategy: steps requires rows to evaluate on. Set data.eval"),
      ("{merge_lora: 'true'}", "train.merge_lora requires an adapter. Set model.lora or model.adapter")],
 )  # fmt: skip
 def test_a_wrong_key_or_type_or_contradiction_is_said_before_torch_is_imported(train, message, tmp_path):

@@ -125,7 +125,7 @@ def test_a_field_that_only_a_newer_package_has_is_accepted(recipe, monkeypatch, 
     stored["versions"] = dict.fromkeys(STORED["versions"], "0.1" if older else "999")
     del stored["train"]["optim_target_modules"], stored["model.lora"]["use_dora"]
     stored["train"]["save_strategy"][0] = [["no"]]
-    monkeypatch.setattr(fields, "_stored", lambda: stored)
+    monkeypatch.setattr(fields, "_stored_fields", lambda: stored)
     given = ("{optim_target_modules: a}", "{}"), ("{save_strategy: steps}", "{}"), ("{}", "{use_dora: true}")
     for train, lora in given:
         if older:
@@ -142,7 +142,7 @@ def test_a_field_that_only_a_newer_package_has_is_accepted(recipe, monkeypatch, 
 def test_a_method_that_the_data_file_lacks_is_imported(monkeypatch):
     without = {name: table for name, table in STORED.items() if name != "train.dpo"}
     known = train_fields("dpo")
-    monkeypatch.setattr(fields, "_stored", lambda: without)
+    monkeypatch.setattr(fields, "_stored_fields", lambda: without)
     assert train_fields("dpo").keys() >= known.keys() - train_fields("sft").keys()
 
 

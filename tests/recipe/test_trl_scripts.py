@@ -179,7 +179,7 @@ def test_the_datasets_of_a_mixture_may_have_shares(tmp_path):
 
 
 def test_a_mixture_that_cannot_be_made_is_rejected():
-    with pytest.raises(InputError, match="must name a dataset"):
+    with pytest.raises(InputError, match="must not be empty"):
         get_dataset(DatasetMixtureConfig())
     with pytest.raises(InputError, match="must be a mapping with `path`"):
         DatasetMixtureConfig(datasets=["rows"])

@@ -45,8 +45,8 @@ def test_the_page_has_values_curves_differences_and_samples(two, capsys):
     assert page.table("The last logged value")[:2] == [
         ["loss (evaluation)", "0.6", "best 0.55"], ["loss (training)", "0.1", "0.05"],
     ]  # fmt: skip
-    assert page.table("Settings that are not the same") == [
-        ["train.learning_rate", "5e-07", "1e-06"], ["train.seed", "not given", "7"],
+    assert page.table("Settings that differ between the runs") == [
+        ["train.learning_rate", "5e-07", "1e-06"], ["train.seed", "not set", "7"],
     ]  # fmt: skip
     assert page.table("Loss (training)")[3] == ["4", "0.5", "0.25"]
     assert "script" not in page.tags
@@ -58,7 +58,7 @@ def test_the_page_has_values_curves_differences_and_samples(two, capsys):
 def test_a_section_that_one_run_lacks_is_null_in_each_of_its_keys():
     lora = {"model": {"name_or_path": "m", "lora": {"r": 4, "alpha": None}}}
     plain = {"model": {"name_or_path": "m", "lora": None}, "seed": 7}
-    assert compare.list_differences([lora, plain]) == [("model.lora.r", "4", "null"), ("seed", "not given", "7")]
+    assert compare.list_differences([lora, plain]) == [("model.lora.r", "4", "null"), ("seed", "not set", "7")]
     evaluated = {"data": {"eval": {"path": "e.jsonl", "limit": None}}}
     assert compare.list_differences([{"data": {"eval": None}}, evaluated]) == [("data.eval.path", "null", "e.jsonl")]
 
@@ -201,10 +201,10 @@ def test_hostile_names_are_text(tmp_path):
 @pytest.mark.parametrize(
     ("folders", "message"),
     [
-        (["a"], "compare needs at least two different runs"),
-        (["a", "./a"], "compare needs at least two different runs"),
+        (["a"], "compare requires at least two different runs"),
+        (["a", "./a"], "compare requires at least two different runs"),
         (["a", "nowhere"], "there is no folder nowhere"),
-        (["a", "a/recipe.yaml"], "a/recipe.yaml: it is a file: give"),
+        (["a", "a/recipe.yaml"], "a/recipe.yaml: it is a file. Use"),
         (["a", "empyt"], "there is no folder empyt; did you mean 'empty'?"),
         (["a", "empty"], "empty: no run is in it"),
     ],

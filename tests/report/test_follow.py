@@ -163,10 +163,10 @@ def test_where_other_ranks_wait_an_error_is_one(tmp_path, monkeypatch):
     """Of generation; a file that cannot be written is a warning of the rank that writes."""
     trainer = trainer_for("sft", tiny_model(), token_rows("sft"), tmp_path, eval_exact_match=True)
     callback = callbacks.SampleCallback(trainer)
-    monkeypatch.setattr(engine, "shards", lambda accelerator: True)
+    monkeypatch.setattr(engine, "shards_weights", lambda accelerator: True)
     (tmp_path / "samples.json").mkdir()
     callback.on_train_begin(trainer.args, TrainerState(is_world_process_zero=True), None)
-    assert len(callback.asked) == len(callback.samples) == 4
+    assert len(callback.prompts) == len(callback.samples) == 4
     trainer.generate = lambda *args, **kwargs: 1 / 0
     for event in (callback.on_train_end, callback.on_train_begin):
         with pytest.raises(ZeroDivisionError):
@@ -203,7 +203,7 @@ def test_files_that_a_resumed_run_cannot_read_begin_anew(tmp_path, caplog, broke
     for name in ("run.json", "samples.json"):
         (tmp_path / name).write_text(broken)
     sft(tmp_path, max_steps=4).train(resume_from_checkpoint=True)
-    assert "run.json begins anew" in caplog.text
+    assert "run.json lacks the start and the warnings of the resumed run" in caplog.text
     assert "sample answers from before training are missing" in caplog.text
     assert left(tmp_path, "run.json")["method"] == "sft"
     assert [one["before"] for one in left(tmp_path, "samples.json")] == [None] * 4
@@ -277,12 +277,12 @@ def test_runs_from_python_have_their_best_step_and_what_differs(tmp_path):
         run = read_run(tmp_path / name)
         assert run.best_step == best[max(best)] == 1
         assert run.last["eval_loss"] == max(best)
-        assert "The weights are those of step 1" in (tmp_path / name / "README.md").read_text()
+        assert "The weights are from step 1" in (tmp_path / name / "README.md").read_text()
     assert "secret" not in (tmp_path / "r" / "run.json").read_text()
     page = Page(compare.render_comparison([tmp_path / "q", tmp_path / "r"], tmp_path / "page.html")[0])
     rows = {row[0]: row[1:] for row in page.table("Settings")}
-    assert rows["train.adam_epsilon"] == ["not given", "0.1"]
-    assert (rows["model.lora.r"], rows["model.lora.use_rslora"]) == (["4", "2"], ["not given", "true"])
+    assert rows["train.adam_epsilon"] == ["not set", "0.1"]
+    assert (rows["model.lora.r"], rows["model.lora.use_rslora"]) == (["4", "2"], ["not set", "true"])
     assert [cell.split(" (")[0] for cell in rows["data.train"]] == ["8 rows", "4 rows"]
 
 
@@ -403,7 +403,7 @@ def test_the_card_prompts_a_model_as_it_was_trained(chats, packing, tmp_path):
     report.write(tmp_path)
     text = (tmp_path / "README.md").read_text(encoding="utf-8")
     assert ("add_generation_prompt=True, enable_thinking=False, return_dict=True" in text) is chats
-    assert ('tokenizer("A prompt in the form of the training data' in text) is not chats
+    assert ('tokenizer("A prompt in the format of the training data' in text) is not chats
 
 
 @pytest.mark.parametrize(
@@ -436,12 +436,12 @@ def test_sharded_models_are_asked_only_where_they_generate_anyway(monkeypatch):
         args = types.SimpleNamespace(parallelism_config=parallelism_config, **{"eval_exact_match": False} | args)
         return types.SimpleNamespace(args=args, accelerator=None, train_dataset=rows, eval_dataset=None)
 
-    monkeypatch.setattr(engine, "shards", lambda accelerator: True)
+    monkeypatch.setattr(engine, "shards_weights", lambda accelerator: True)
     assert "would gather all weights on each device" in find_obstacle(trainer())
     assert find_obstacle(trainer(eval_exact_match=True)) is None
     assert find_obstacle(trainer(sampler=SAMPLERS.build("sampler", "policy"))) is None
     assert find_obstacle(trainer(sampler=SAMPLERS.build("sampler", "vllm_colocate"))) is not None
-    monkeypatch.setattr(engine, "shards", lambda accelerator: False)
+    monkeypatch.setattr(engine, "shards_weights", lambda accelerator: False)
     assert find_obstacle(trainer()) is None
     assert find_obstacle(trainer(rows=None)) == "there are no rows"
     assert "sequence parallelism" in find_obstacle(trainer(types.SimpleNamespace(sp_size=2)))

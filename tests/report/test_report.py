@@ -137,7 +137,7 @@ def test_a_line_is_broken_where_a_value_is_not_finite():
     assert [mark[0].text for mark in found["mark c0"]] == [
         "loss, step 0: 1", "loss, step 2: 2", "loss, step 4: 3", "loss, step 5: 4",
     ]  # fmt: skip
-    assert "2 values not finite" in in_words(chart)
+    assert "2 non-finite" in in_words(chart)
     assert [row[1] for row in charts.tabulate(chart)[0]] == ["1", "nan", "2", "inf", "3", "4"]
     assert shapes(line((math.nan, math.inf)))["line c0"] == [[]]
 
@@ -287,7 +287,7 @@ def test_a_page_of_the_trainer_state_alone(tmp_path):
 
 def test_a_run_that_has_logged_nothing_yet(tmp_path):
     folder = leave_run(tmp_path / "run", log=[], taken=0)
-    assert "Nothing was logged yet" in page_of(folder).words
+    assert "No values have been logged yet" in page_of(folder).words
     assert not (folder / "curves.png").exists()
     assert "curves.png" not in (folder / "README.md").read_text()
 
@@ -385,7 +385,7 @@ def test_the_best_weights_are_named_and_the_curve_is_that_of_training(tmp_path):
     assert ("Loss", "1.5", "evaluation, from 1.5") in list_facts(run)
     assert ("Weights of step", "2", "the best evaluation, not the last") in list_facts(run)
     report.write(tmp_path)
-    assert "The weights are those of step 2" in (tmp_path / "README.md").read_text()
+    assert "The weights are from step 2" in (tmp_path / "README.md").read_text()
     # in Python nothing evaluates them again
     state |= {"best_model_checkpoint": "runs/checkpoint-2", "log_history": log[:2]}
     (tmp_path / "trainer_state.json").write_text(json.dumps(state))
@@ -400,7 +400,7 @@ def test_an_answer_of_white_space_is_told_in_words(tmp_path):
     leave_run(tmp_path, log_of(), samples=[{"prompt": "p", "before": "\n" * 90, "after": "good"}])
     report.write(tmp_path)
     words = Page((tmp_path / "report.html").read_text(encoding="utf-8")).words
-    assert "90 characters of white space" in words
+    assert "only white space (90 characters)" in words
 
 
 def test_recipe_and_results_that_are_older_than_the_start_are_of_an_earlier_run(tmp_path):
@@ -434,7 +434,7 @@ def test_access_tokens_are_nowhere(tmp_path):
 def test_a_loss_that_was_not_finite_is_named(tmp_path):
     log = log_of(loss=lambda step: math.nan if step in (7, 8) else 1.0)
     page = page_of(leave_run(tmp_path / "run", log))
-    assert "loss was not finite at 2 logs, first at step 7." in page.words
+    assert "loss is not finite, first at step 7 (number of logs: 2)." in page.words
 
 
 def test_a_hundred_thousand_logs_make_a_small_page(tmp_path):
@@ -450,9 +450,9 @@ def test_a_hundred_thousand_logs_make_a_small_page(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        (None, None, "run: no run is in it: neither trainer_state.json nor a checkpoint-* with one"),
+        (None, None, "run contains no run, since neither the folder nor a checkpoint-* in it has a trainer_state.json"),
         ("trainer_state.json", "{", "trainer_state.json cannot be read as JSON"),
-        ("samples.json", "{}", "samples.json holds a dict, a list was expected"),
+        ("samples.json", "{}", "samples.json must contain a list, not a dict"),
         ("recipe.yaml", "a: [", "recipe.yaml:1: YAML syntax error"),
     ],
 )
