@@ -1,5 +1,6 @@
 """Data sets of a recipe, tokenized once per machine into a cache that all runs share."""
 
+import copy
 import itertools
 import re
 from collections.abc import Iterator
@@ -25,7 +26,11 @@ from .sections import Recipe, Source
 
 
 def prepare_data(
-    recipe: Recipe, trainer_class: type[PostTrainer], tokenizer: PreTrainedTokenizerBase, config: PostTrainConfig
+    recipe: Recipe,
+    trainer_class: type[PostTrainer],
+    tokenizer: PreTrainedTokenizerBase,
+    config: PostTrainConfig,
+    keep_asked: bool = False,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Load and tokenize the data of a recipe.
 
@@ -34,6 +39,7 @@ def prepare_data(
         trainer_class: Trainer of its method.
         tokenizer: Tokenizer of the policy.
         config: Config of the method.
+        keep_asked: Whether to add the column `asked` with the prompts as the data have them.
 
     Returns:
         The prepared rows {"train": rows, "eval": rows}, and the same before preparation.
@@ -41,6 +47,9 @@ def prepare_data(
     Raises:
         InputError: For the first invalid file or row.
     """
+    if keep_asked:
+        config = copy.copy(config)
+        config.keep_asked = True
     rows = {}
     raw = {}
     # one process of each machine tokenizes, and the others read its cache

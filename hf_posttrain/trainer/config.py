@@ -78,6 +78,9 @@ class PostTrainConfig(TrainingArguments, metaclass=ConfigMeta):
     """The training method, an entry of the registry in `methods`."""
     python_only: ClassVar[tuple[str, ...]] = ("model_init_kwargs", "trust_remote_code", "no_remove_unused_columns")
     """Fields that a recipe does not have."""
+    keep_asked = False
+    """Whether prepared rows have the prompts of the data in the column `asked`. Commands set it. It is not an option.
+    """
     logging_steps: float = option(10, "Number of steps between logs. A value below 1 is a fraction of all steps.")
     activation_checkpointing: bool | None = option(
         None,

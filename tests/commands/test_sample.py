@@ -113,6 +113,22 @@ def test_rows_are_what_the_model_said_and_how_likely_that_was(folder):
     assert sampled("train.temperature=0.7", "train.seed=5", out="other.jsonl") != rows
 
 
+def test_the_temperature_of_a_loss_is_not_that_of_sampling(folder):
+    """KD divides the logits of its divergence by `temperature`, and has no rollouts. Rounds sample at their own."""
+    write_rows(folder / "rows.jsonl", [{"prompt": "Hi", "completion": "Yes"}])
+    method = "method=kd", "train={output_dir: out, use_cpu: true, max_length: 60, temperature: 2}"
+    [row] = sampled(*method, "--max_completion_length", "4")
+    [expected] = sampled(*method, "--max_completion_length", "4", "--temperature", "1", out="one.jsonl")
+    assert row == expected
+    [other] = sampled(*method, "--max_completion_length", "4", "--temperature", "2", out="two.jsonl")
+    assert row["logps"] != other["logps"]
+    rounds = "rounds={count: 1, num_generations: 2, temperature: 2, max_completion_length: 4, judge: exact_match}"
+    sft = "method=sft", "teacher=null", "train={output_dir: out, use_cpu: true, max_length: 60}"
+    rows = sampled(*sft, rounds, out="rounds.jsonl")
+    assert rows == sampled(*sft, rounds, "--temperature", "2", out="rounds2.jsonl")
+    assert rows != sampled(*sft, rounds, "--temperature", "1", out="rounds1.jsonl")
+
+
 def test_a_greedy_answer_is_one_and_does_not_depend_on_the_seed(folder):
     rows = sampled("--temperature", "0", "--max_completion_length", "4")  # the recipe's num_generations is of sampling
     assert len(rows) == 2
@@ -127,7 +143,7 @@ def test_answers_of_a_file_that_was_corrected_meanwhile_are_not_mixed(folder, mo
     monkeypatch.setattr(ResumableFile, "finish", lambda file: (_ for _ in ()).throw(KeyboardInterrupt))
     command = ["sample", "tiny", "--prompts", "asked.jsonl", "--max_completion_length", "3", "--out", "out.jsonl"]
     assert run.main(command) == 130
-    assert "Rows with the prompt of another: 1" in caplog.text
+    assert "asked.jsonl: 1 duplicate prompt skipped" in caplog.text
     caplog.clear()
     assert run.main(command) == 130
     assert "sample: resuming after 2 of 2 chunks" in caplog.text

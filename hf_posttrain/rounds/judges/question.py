@@ -103,9 +103,11 @@ def _prompt_of_row(row: Mapping[str, Any], tokenizer: "PreTrainedTokenizerBase")
 
     The prompt of a row of ids is their text.
     """
-    asked = json.loads(row["asked"]) if row.get("asked") else {"prompt": None}
-    prompt = asked.pop("prompt")
-    return (tokenizer.decode(row["prompt_ids"], skip_special_tokens=True) if prompt is None else prompt), asked
+    template_options = json.loads(row["asked"]) if row.get("asked") else {"prompt": None}
+    original_prompt = template_options.pop("prompt")
+    if original_prompt is None:
+        original_prompt = tokenizer.decode(row["prompt_ids"], skip_special_tokens=True)
+    return original_prompt, template_options
 
 
 def _reference(row: Mapping[str, Any], tokenizer: "PreTrainedTokenizerBase") -> str | None:
