@@ -122,7 +122,7 @@ $(SITE_STAMP): $(STAMP)
 site: $(SITE_STAMP) ## the documentation as a site in build/site, with an offline search
 	rm -rf build/pages build/site && mkdir -p build/pages
 	cp -r README.md CHANGELOG.md CONTRIBUTING.md LICENSE docs recipes accelerate_configs build/pages
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 docs: $(STAMP) ## the tables of options in docs/, written from the source
 	$(BIN)/python docs/options.py
