@@ -103,7 +103,7 @@ def error_line(capsys, *arguments):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (None, "error: no recipe bad.yaml"),
+        (None, "error: there is no recipe bad.yaml"),
         ("method: [\n", "error: bad.yaml:2: YAML syntax error"),
         (
             SFT.replace("train: {path", "trian: {path"),
@@ -150,7 +150,7 @@ def test_help_imports_no_torch():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["--train.beta=1"], "command line: '--train.beta=1' is not section.key=value"),
+        (["--train.beta=1"], "command line: '--train.beta=1' must have the form section.key=value"),
         (["train.learning_rte=1"], "command line: unknown key train.learning_rte; did you mean 'learning_rate'?"),
         (["train.max_steps=5e-7"], "command line: train.max_steps must be a whole number, not 5e-07"),
         (
@@ -190,11 +190,11 @@ def test_other_ranks_leave_it_to_the_first_to_say_what_is_wrong(folder, capsys, 
     waited = []
     monkeypatch.setattr(run.time, "sleep", lambda seconds: waited.append((seconds, capsys.readouterr().err)))
     assert run.main(["none.yaml"]) == 2
-    assert capsys.readouterr().err.startswith("error: no recipe none.yaml")
+    assert capsys.readouterr().err.startswith("error: there is no recipe none.yaml")
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert run.main(["none.yaml"]) == 2
     assert waited == [(run.ERROR_DELAY, "")]
-    assert capsys.readouterr().err.startswith("error: no recipe none.yaml")
+    assert capsys.readouterr().err.startswith("error: there is no recipe none.yaml")
 
 
 @pytest.mark.parametrize("place", ["rows.jsonl", "rows.jsonl/deeper", "/proc/none"])
@@ -249,8 +249,8 @@ def test_ctrl_c_is_130(folder, monkeypatch):
         (["sft.yaml"], "hf_posttrain.run", "run"),
         (["sft.yaml", "--preprocess-only"], "hf_posttrain.run", "preprocess"),
         (["sft.yaml", "--check"], "hf_posttrain.check", "check"),
-        (["data", "rows.jsonl"], "hf_posttrain.commands.data", "described"),
-        (["compare", "a", "b"], "hf_posttrain.report.compare", "read"),
+        (["data", "rows.jsonl"], "hf_posttrain.commands.data", "describe_file"),
+        (["compare", "a", "b"], "hf_posttrain.report.compare", "read_run"),
         (["nothing.yaml"], "hf_posttrain.run", "load_recipe"),
     ],
 )

@@ -109,7 +109,7 @@ def test_check_refuses_what_a_run_would_find_after_its_weights(folder, capsys):
 
 def test_check_says_how_many_rounds_there_are_in_few_steps(folder, capsys):
     assert run.main(["recipe.yaml", "--check", "rounds.count=5", "train.max_steps=2"]) in (0, 1)
-    assert "2 rounds (instead of 5, because each takes a step) of 1 steps over 9 prompts" in capsys.readouterr().out
+    assert "2 rounds (instead of 5, because each takes a step) of 1 step over 9 prompts" in capsys.readouterr().out
     assert run.main(["recipe.yaml", "--check", "rounds.count=2", "train.max_steps=5"]) in (0, 1)
     assert "2 rounds of about 2 steps over 9 prompts" in capsys.readouterr().out
 

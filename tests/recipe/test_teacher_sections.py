@@ -133,7 +133,7 @@ def test_check_says_that_a_server_is_not_there(home, capsys):
         ("sft", None, {"a": LOCAL}, {}, "teachers is only valid with method kd or opd, not sft"),
         ("opd", {**LOCAL, "prompt": "{{ prompt"}, None, {}, "teacher.prompt: the Jinja template is not valid"),
         ("opd", {**LOCAL, "prompt": "Think."}, None, {}, "teacher.prompt: 'Think.' uses no column, so all prompts would"),
-        ("opd", {"self": "start", "prompt": " {{ prompt }}"}, None, {}, "the student has nothing to learn from itself"),
+        ("opd", {"self": "start", "prompt": " {{ prompt }}"}, None, {}, "would see the same prompt, so there is no training signal"),
         ("opd", None, {"": LOCAL}, {}, "names in teachers must be non-empty strings, not ''"),
         ("opd", {**LOCAL, "prompt": "{{ solution }}"}, None, {}, "prompt: 'solution' is undefined; the row has prompt"),
         ("opd", {**LOCAL, "prompt": "{{ prompt.__class__ }}"}, None, {}, "row 0 (line 1): teacher prompt:"),

@@ -206,7 +206,7 @@ def test_hostile_names_are_text(tmp_path):
         (["a", "nowhere"], "there is no folder nowhere"),
         (["a", "a/recipe.yaml"], "a/recipe.yaml: it is a file. Use"),
         (["a", "empyt"], "there is no folder empyt; did you mean 'empty'?"),
-        (["a", "empty"], "empty: no run is in it"),
+        (["a", "empty"], "empty contains no run"),
     ],
 )
 def test_mistakes_are_said(tmp_path, monkeypatch, folders, message):
@@ -231,5 +231,5 @@ def test_a_recipe_that_is_broken_off(content, two, tmp_path):
     if "model" in content:
         assert compare.main(arguments) == 0
     else:
-        with pytest.raises(InputError, match=r"recipe\.yaml holds no recipe"):
+        with pytest.raises(InputError, match=r"recipe\.yaml is not a recipe"):
             compare.main(arguments)

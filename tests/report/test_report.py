@@ -169,7 +169,7 @@ def test_names_of_lines_are_text_in_a_chart(tmp_path):
 def in_words(chart):
     environment = Environment(loader=PackageLoader("hf_posttrain.report"), trim_blocks=True, lstrip_blocks=True)
     known = {"format_number": charts.format_number}
-    return str(environment.get_template("parts.html").make_module(known).said(chart))
+    return str(environment.get_template("parts.html").make_module(known).description(chart))
 
 
 def test_a_chart_is_said_in_words():
@@ -444,7 +444,7 @@ def test_a_hundred_thousand_logs_make_a_small_page(tmp_path):
     assert (folder / "report.html").stat().st_size < 100_000
     assert page.table("Loss")[0] == ["1", format_number(math.sin(1) + 2)]
     assert len(page.table("Loss")) < 200
-    assert "some of the logged steps" in next(caption for caption in page.tables if caption.startswith("Loss"))
+    assert "a selection of the logged steps" in next(caption for caption in page.tables if caption.startswith("Loss"))
 
 
 @pytest.mark.parametrize(
