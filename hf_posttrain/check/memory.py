@@ -24,7 +24,7 @@ from ..generation.batch_size import CACHE_MEMORY_SHARE, LOGIT_BYTES, even_batch_
 from ..generation.rollout import GrowingLayer
 from ..methods.rules import REFERENCE_FREE_LOSSES
 from ..models.config import ModelSection, section_from_name
-from ..monitoring.symptoms import as_names
+from ..monitoring.symptoms import as_list
 from ..recipe.sections import Recipe
 from ..rollouts.options import PolicySamplerOptions, VLLMColocateOptions
 from ..rounds.judges.config import MODEL_JUDGES
@@ -148,7 +148,7 @@ class Run:
             staying = [section for section in teachers if not section.url and not (section.self and by_adapter)]
             staying = [section for section in staying if not (can_leave and section.offload)]
             return bool(staying) and not precomputes(config)
-        reference_free = {*as_names(getattr(config, "loss_type", "none"))} <= REFERENCE_FREE_LOSSES
+        reference_free = {*as_list(getattr(config, "loss_type", "none"))} <= REFERENCE_FREE_LOSSES
         if not self.trainer_class.method.second or reference_free or by_adapter:
             return False
         if self.recipe.rounds and self.recipe.rounds.reference == "round":

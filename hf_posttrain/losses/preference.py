@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from .names import SIMPO_GAMMA
+
 
 @dataclass(frozen=True)
 class Pairs:
@@ -48,7 +50,7 @@ class PairedOptions:
 
     beta: float = 0.1  # regularization strength (SimPO: reward scale; ORPO: weight of the odds ratio)
     label_smoothing: float = 0.0  # probability e that a preference label is flipped
-    simpo_gamma: float = 0.5  # SimPO's target reward margin
+    simpo_gamma: float = SIMPO_GAMMA  # SimPO's target reward margin
 
 
 def sigmoid(p: Pairs, o: PairedOptions) -> Tensor:

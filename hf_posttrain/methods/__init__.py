@@ -142,7 +142,7 @@ _ROWS = (
         ),
         limits={"kd_coef": FRACTION, "temperature": POSITIVE},
         groups={"teacher": TEACHER},
-        rules=(rules.kd_problems, rules.teacher_option_problems),
+        rules=(rules.kd_problems, rules.teacher_option_problems, rules.kd_tokenizer_problems),
     ),
     Method(
         "opd",

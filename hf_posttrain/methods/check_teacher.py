@@ -37,7 +37,7 @@ def check_teacher(
         if not isinstance(section, TeacherSection):
             continue
         key = f"teacher_model[{name!r}]" if name else "teacher_model"
-        for _, problem in (*teacher_section_problems(key, section), *teacher_problems(args, section)):
+        for _, problem in (*teacher_section_problems(key, section), *teacher_problems(args, section, args.method)):
             raise InputError(problem)
         for option, value in (("prompt", section.prompt), ("tokenizer", section.own_tokenizer or None)):
             if value is not None and by_teacher(getattr(args.teacher, option)).get(name) is None:

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from ..batching.micro_batch import MicroBatch
 from ..errors import InputError
+from ..losses.names import SIMPO_GAMMA
 from ..losses.preference import PAIRED, PairedOptions, Pairs
 from ..models.reference import make_reference
-from ..monitoring.symptoms import as_names
+from ..monitoring.symptoms import as_list
 from ..options import option
 from ..scoring.head import LogProb
 from ..scoring.layouts import Branch, Example
@@ -69,14 +70,14 @@ class DPOConfig(ReferenceOptions):
     label_smoothing: float = option(
         0.0, "Assumed probability of a wrong label, for sigmoid (cDPO), robust (below 0.5) and exo_pair (above 0)."
     )
-    simpo_gamma: float = option(0.5, "Target reward margin of simpo.")
+    simpo_gamma: float = option(SIMPO_GAMMA, "Target reward margin of simpo.")
     nll_coef: float = option(
         0.0, "Weight of the NLL per token of the chosen answer, which keeps its log-probability from falling."
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.loss_type = as_names(self.loss_type)
+        self.loss_type = as_list(self.loss_type)
         if self.beta is None:
             self.beta = 2.0 if "simpo" in self.loss_type else 0.1
 

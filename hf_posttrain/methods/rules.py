@@ -1,22 +1,23 @@
-"""Rules about the options of single methods. They yield the problems of options that contradict each other.
+"""Validation rules for the options of each method. A rule yields a `Problem` for each invalid or conflicting option.
 
 A rule takes an object with the fields of the Config of its method before validation. This module can be imported
 without torch. A test ensures that the names of losses are the keys of the tables in `losses`.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from ..capabilities import Feature, conflict_message
 from ..data.template import parse_template
-from ..losses.names import DIVERGENCES
+from ..losses.names import DIVERGENCES, SIMPO_GAMMA
 from ..models.config import TeacherSection
-from ..monitoring.symptoms import as_names
+from ..monitoring.symptoms import as_list
 from ..trainer.limits import MAX_FACTOR, Problem
 from ..trainer.rules import choice_problems
 
 if TYPE_CHECKING:
+    from ..trainer.method_spec import Method
     from .dpo import DPOConfig
     from .kto import KTOConfig
     from .sft import SFTConfig
@@ -41,6 +42,7 @@ REFERENCE_FREE_LOSSES = {"sft", "simpo", "orpo"}
 SMOOTHED_LOSSES = ("exo_pair", "robust", "sigmoid")
 UNPAIRED_LOSSES = ("kto", "apo_zero_unpaired", "bco")
 POLICY_GRADIENT = "policy_gradient"
+_SAME_PROMPT = "teacher and student would see the same prompt, so there is no training signal"
 
 
 def sft_problems(values: "SFTConfig") -> Iterator[Problem]:
@@ -51,12 +53,13 @@ def sft_problems(values: "SFTConfig") -> Iterator[Problem]:
 
 def dpo_loss_problems(values: "DPOConfig") -> Iterator[Problem]:
     """Yield the problems of the losses of DPO, their weights, and the options that single losses read."""
-    names = as_names(values.loss_type)
+    names = as_list(values.loss_type)
     weights = values.loss_weights
     for name in names:
         yield from choice_problems("loss_type", name, PAIRED_LOSSES)
     if not names:
         yield ("loss_type",), "loss_type must not be empty. Set a loss such as sigmoid"
+        return
     if weights is not None:
         weight_list = weights if isinstance(weights, list | tuple) else [weights]
         valid = [weight for weight in weight_list if isinstance(weight, int | float) and 0 <= weight <= MAX_FACTOR]
@@ -66,32 +69,37 @@ def dpo_loss_problems(values: "DPOConfig") -> Iterator[Problem]:
             )
             yield ("loss_weights", "loss_type"), problem
         elif len(valid) < len(weight_list) or not (any(valid) or values.nll_coef):
-            yield ("loss_weights",), f"loss_weights={weights!r} must be numbers from 0 to 1e6, and not all 0"
+            problem = f"loss_weights={weights!r} must be numbers from 0 to 1e6, and not all 0 unless nll_coef is set"
+            yield ("loss_weights",), problem
     if "simpo" in names and len(names) > 1 and values.beta is None:
         yield ("loss_type",), "loss_type combines simpo (beta 2) with other losses (beta 0.1). Set beta"
 
     # options that the given losses do not read
-    if values.simpo_gamma != 0.5 and "simpo" not in names:
-        yield ("simpo_gamma", "loss_type"), "simpo_gamma is only valid with loss_type simpo. Remove it"
+    if values.simpo_gamma != SIMPO_GAMMA and "simpo" not in names:
+        yield ("simpo_gamma", "loss_type"), "simpo_gamma is only valid with loss_type simpo. Remove simpo_gamma"
     reference_options = [
         name for name in ("precompute_ref_log_probs", "precompute_ref_batch_size") if getattr(values, name)
     ]
     if reference_options and {*names} <= REFERENCE_FREE_LOSSES:
         name = reference_options[0]
-        problem = f"{name} requires a loss with a reference, which loss_type {', '.join(names)} is not. Remove it"
-        yield (name, "loss_type"), problem
+        yield (name, "loss_type"), f"{name} has no effect: {no_reference(names)}. Remove {name}"
+
+
+def no_reference(losses: Iterable[str]) -> str:
+    """Return the part of a message about the losses of DPO that none of them uses a reference."""
+    return f"loss_type {', '.join(losses)} does not use a reference"
 
 
 def dpo_smoothing_problems(values: "DPOConfig") -> Iterator[Problem]:
     """Yield the problems of label_smoothing in the losses of DPO."""
-    names = as_names(values.loss_type)
+    names = as_list(values.loss_type)
     smoothing = values.label_smoothing
     keys = ("label_smoothing", "loss_type")
     if smoothing and (others := [name for name in names if name not in SMOOTHED_LOSSES]):
         problem = f"label_smoothing is only valid with {', '.join(SMOOTHED_LOSSES)}, not with loss_type {others[0]!r}"
         yield keys, f"{problem}. Remove it"
     if "exo_pair" in names and smoothing == 0:
-        yield keys[::-1], "loss_type='exo_pair' requires label_smoothing above 0. Set it, for instance to 1e-3"
+        yield keys[::-1], "loss_type='exo_pair' requires label_smoothing above 0. Set label_smoothing: 1e-3"
     if "robust" in names and smoothing >= 0.5:
         yield keys, f"loss_type='robust' requires label_smoothing below 0.5, not {smoothing}. Lower it"
 
@@ -122,8 +130,6 @@ def kd_problems(values: Any) -> Iterator[Problem]:
 def teacher_option_problems(values: Any) -> Iterator[Problem]:
     """Yield the problems of the options of teachers in a Config."""
     options = values.teacher
-    tokenizer = options.tokenizer
-    prompt = options.prompt
     names = options.names or []
     if options.precompute and options.top_k is None:
         problem = "teacher.precompute requires teacher.top_k. Set it to the number of tokens to keep for each position"
@@ -131,19 +137,28 @@ def teacher_option_problems(values: Any) -> Iterator[Problem]:
     if not all(name.strip() for name in names):
         yield ("teacher.names", "teacher"), f"teacher.names={names!r} must not have empty names"
         return
-    for option, value in (("tokenizer", tokenizer), ("prompt", prompt)):
+    for option, value in (("tokenizer", options.tokenizer), ("prompt", options.prompt)):
         keys = f"teacher.{option}", "teacher"
         if isinstance(value, dict) != bool(names) and value is not None:
             form = "a mapping by the names in teacher.names" if names else "a string unless teacher.names is set"
             yield keys, f"teacher.{option} must be {form}"
         elif isinstance(value, dict) and (unknown := sorted({*value} - {*names})):
             yield keys, f"teacher.{option}: {unknown[0]!r} is not one of teacher.names, which are {', '.join(names)}"
-    if tokenizer and not hasattr(values, "rollouts"):
-        reason = "cannot be combined with a teacher with its own tokenizer, which is compared by chunks of text"
-        if options.merge_eos:
-            yield ("teacher.merge_eos", "teacher"), f"teacher.merge_eos {reason}. Remove it"
-        if values.temperature != 1:
-            yield ("temperature",), f"temperature={values.temperature:g} {reason}. Remove it"
+
+
+def kd_tokenizer_problems(values: Any) -> Iterator[Problem]:
+    """Yield the problems of the options of KD with a teacher that has its own tokenizer."""
+    options = values.teacher
+    if not options.tokenizer:
+        return
+    reason = (
+        "cannot be combined with a teacher with its own tokenizer, whose tokens are aligned with the student's by "
+        "text spans"
+    )
+    if options.merge_eos:
+        yield ("teacher.merge_eos", "teacher"), f"teacher.merge_eos {reason}. Remove it"
+    if values.temperature != 1:
+        yield ("temperature",), f"temperature={values.temperature:g} {reason}. Remove it"
 
 
 def teacher_section_problems(key: str, section: TeacherSection) -> Iterator[Problem]:
@@ -174,7 +189,7 @@ def teacher_section_problems(key: str, section: TeacherSection) -> Iterator[Prob
     if section.url and not section.url.startswith(("http://", "https://")):
         yield (f"{key}.url",), f"{key}.url={section.url!r} must be a URL such as http://localhost:8000"
     if section.ema != defaults.ema and section.self != "ema":
-        yield (f"{key}.ema",), f"{key}.ema is only valid with {key}.self: ema. Set that, or remove it"
+        yield (f"{key}.ema",), f"{key}.ema is only valid with {key}.self: ema. Set {key}.self: ema, or remove {key}.ema"
     if not 0 <= section.ema < 1:
         yield (f"{key}.ema",), f"{key}.ema={section.ema:g} must be in [0, 1)"
     if section.own_tokenizer and section.self:
@@ -183,8 +198,7 @@ def teacher_section_problems(key: str, section: TeacherSection) -> Iterator[Prob
     if section.prompt is not None and (template_problem := prompt_template_problem(section.prompt)):
         yield (f"{key}.prompt",), f"{key}.prompt: {template_problem}"
     elif section.self and re.fullmatch(r"\s*\{\{-?\s*prompt\s*-?\}\}\s*", section.prompt or ""):
-        problem = "with its own prompt the student has nothing to learn from itself. Add information to the prompt"
-        yield (f"{key}.prompt",), f"{key}.prompt: {problem}"
+        yield (f"{key}.prompt",), f"{key}.prompt: {_SAME_PROMPT}. Add information to the prompt"
 
 
 def prompt_template_problem(template: str) -> str | None:
@@ -202,33 +216,42 @@ def prompt_template_problem(template: str) -> str | None:
     return None
 
 
-def teacher_problems(values: Any, section: TeacherSection) -> Iterator[Problem]:
-    """Yield the problems of a Config with the section of a teacher."""
-    if section.url and (served_problem := served_teacher_problem(values)):
+def teacher_problems(values: Any, section: TeacherSection, method: "Method") -> Iterator[Problem]:
+    """Yield the problems of a Config with the section of a teacher.
+
+    Args:
+        values: The Config of the method, or its fields.
+        section: The section.
+        method: The method.
+    """
+    if section.url and (served_problem := served_teacher_problem(values, method)):
         yield served_problem
     if section.self == "ema" and values.teacher.precompute:
         yield ("teacher.precompute", "teacher"), conflict_message(Feature.PRECOMPUTE, Feature.MOVING_AVERAGE)
-    if section.self and not values.teacher.prompt and hasattr(values, "loss_type") and not values.reward:
-        problem = "self: with its own prompt the student has nothing to learn from itself. Set prompt"
-        yield ("teacher.prompt", "teacher"), problem
+    if section.self and not values.teacher.prompt and method.rows.sampled and not values.reward:
+        yield ("teacher.prompt", "teacher"), f"self: {_SAME_PROMPT}. Set prompt"
 
 
-def served_teacher_problem(values: Any) -> Problem | None:
+def served_teacher_problem(values: Any, method: "Method") -> Problem | None:
     """Return the problem of a Config with a teacher on a server, or None.
 
     A server returns log-probabilities only of the most likely tokens and of the tokens of the text.
+
+    Args:
+        values: The Config of the method, or its fields.
+        method: The method. Only one that samples rollouts has a policy gradient.
     """
-    by_token = getattr(values, "loss_type", None) == POLICY_GRADIENT
+    by_token = method.rows.sampled and values.loss_type == POLICY_GRADIENT
     if values.temperature != 1 and (by_token or values.teacher.tokenizer):
         return ("temperature",), "a server returns log-probabilities at temperature 1. Set temperature: 1"
     if values.teacher.tokenizer:
-        if hasattr(values, "loss_type") and not by_token:
+        if method.rows.sampled and not by_token:
             problem = "a server with its own tokenizer scores only the text. Set loss_type: policy_gradient"
             return ("loss_type",), problem
         return None
     if by_token or values.teacher.top_k:
         return None
-    alternative = ", or loss_type: policy_gradient" if hasattr(values, "loss_type") else ""
+    alternative = ", or loss_type: policy_gradient" if method.rows.sampled else ""
     problem = f"a server returns only the most likely tokens. Set teacher: {{top_k: 20}}{alternative}"
     return ("teacher.top_k", "teacher"), problem
 
@@ -269,9 +292,8 @@ def opd_token_problems(values: Any) -> Iterator[Problem]:
     yield from _top_k_problems(values)
     weights = values.token_weights
     if weights is not None and weights.requires_advantage and values.loss_type != POLICY_GRADIENT:
-        problem = (
-            f"token_weights: {weights.kind} requires loss_type policy_gradient. Set that, or use other token_weights"
-        )
+        problem = f"token_weights: {weights.kind} requires loss_type policy_gradient. Set loss_type: policy_gradient"
+        problem += ", or use other token_weights"
         yield ("token_weights", "loss_type"), problem
 
 
@@ -298,7 +320,10 @@ def _top_k_problems(values: Any) -> Iterator[Problem]:
     keys = "teacher.top_k_remainder", "teacher"
     yield from choice_problems("teacher.top_k_remainder", options.top_k_remainder, ("residual", "tail"))
     if options.top_k is None and options.top_k_remainder != "tail":
-        yield keys, "teacher.top_k_remainder requires teacher.top_k. Set that, or remove top_k_remainder"
+        yield (
+            keys,
+            "teacher.top_k_remainder requires teacher.top_k. Set teacher.top_k, or remove teacher.top_k_remainder",
+        )
     elif options.top_k_remainder == "residual" and values.loss_type != "reverse_kl":
         problem = f"top_k_remainder: residual is only valid with loss_type reverse_kl, not {values.loss_type}"
         yield (*keys, "loss_type"), f"teacher.{problem}. Set tail"
@@ -309,10 +334,8 @@ def opd_reward_problems(values: Any) -> Iterator[Problem]:
     if values.reward is None:
         return
     if values.loss_type != POLICY_GRADIENT:
-        yield (
-            ("reward", "loss_type"),
-            "reward requires loss_type policy_gradient, to whose advantage it is added. Set that",
-        )
+        problem = "reward requires loss_type policy_gradient, because the reward is added to its advantage"
+        yield ("reward", "loss_type"), f"{problem}. Set loss_type: policy_gradient"
     if values.num_generations < 2:
         problem = "reward requires several rollouts per prompt, which are compared. Set num_generations to 2 or more"
         yield ("reward", "num_generations"), problem

@@ -60,7 +60,7 @@ class AnomalyMonitor(TrainerCallback):
 
     def __init__(self, trainer: "TrainerInterface") -> None:
         self.trainer = trainer
-        self.stop_on = symptoms.as_names(trainer.args.stop_on)
+        self.stop_on = symptoms.as_list(trainer.args.stop_on)
         self._reset([])
 
     def _reset(self, logs: list[dict[str, float]]) -> None:
@@ -100,7 +100,7 @@ class AnomalyMonitor(TrainerCallback):
         if logs is None or "loss" not in logs:
             return
         self._remember(state.log_history[-1])
-        loss_types = symptoms.as_names(getattr(args, "loss_type", None))
+        loss_types = symptoms.as_list(getattr(args, "loss_type", None))
         messages = self._nonfinite()
         if state.is_world_process_zero:  # `_act` sends its messages to all ranks
             messages |= symptoms.find_symptoms(self.history, self.trainer.method.symptoms, loss_types, self.warned)

@@ -218,6 +218,6 @@ def thin_history(history: History) -> list[Mapping[str, float]]:
 # ---- options
 
 
-def as_names(value: list[str] | str | None) -> list[str]:
+def as_list(value: list[str] | str | None) -> list[str]:
     """Return the names in an option that is None, a name, or a list of names."""
     return [value] if isinstance(value, str) else list(value or [])

@@ -18,9 +18,9 @@ from ..data.files import expand_home, report_unreadable, source_problem
 from ..data.template import parse_template
 from ..errors import path_hint
 from ..methods import METHODS
-from ..methods.rules import REFERENCE_FREE_LOSSES, teacher_problems, teacher_section_problems
+from ..methods.rules import REFERENCE_FREE_LOSSES, no_reference, teacher_problems, teacher_section_problems
 from ..models.config import has_tokenizer, is_local
-from ..monitoring.symptoms import as_names
+from ..monitoring.symptoms import as_list
 from ..options import OptionValues
 from ..rounds.config import RoundsSection, rounds_features, rounds_problems
 from ..rounds.judges.config import MODEL_JUDGES
@@ -183,7 +183,7 @@ def train_section_problems(recipe: Recipe, values: OptionValues) -> Iterator[Pro
             problem = f"train.teacher.{name} is not supported in a recipe. Use {section_key}"
             yield (f"train.teacher.{name}", "train.teacher"), problem
     for key, section in recipe.teacher_sections():
-        for names, problem in teacher_problems(values, section):
+        for names, problem in teacher_problems(values, section, method):
             yield (key, *(f"train.{name}" for name in names)), f"{key}: {problem}"
     yield from _prefix_keys("train", problems(values, method))
 
@@ -222,7 +222,7 @@ def run_problems(recipe: Recipe) -> Iterator[Problem]:
         elif not section.trust_remote_code:
             problem = f"{folder} has only pickled weights (*.bin), which can run code"
             yield (key,), f"{key}: {problem}. To load them, set trust_remote_code: true"
-    for name in as_names(recipe.train.get("report_to")):
+    for name in as_list(recipe.train.get("report_to")):
         packages = REPORTER_PACKAGES.get(name, ())
         if packages and not any(map(importlib.util.find_spec, packages)):
             problem = f"{name} requires a package that is not installed. Run pip install {packages[0]}"
@@ -253,10 +253,10 @@ def _rounds_section_problems(recipe: Recipe) -> Iterator[Problem]:
 
 def _rounds_train_problems(rounds: RoundsSection, values: OptionValues) -> Iterator[Problem]:
     """Yield problems of the train section of a run in rounds."""
-    losses = {*as_names(getattr(values, "loss_type", None) or "none")}
-    if rounds.reference == "round" and losses <= REFERENCE_FREE_LOSSES:
-        problem = f"round requires a loss with a reference, which loss_type {', '.join(losses)} is not. Remove it"
-        yield ("rounds.reference", "train.loss_type"), f"rounds.reference: {problem}"
+    losses = as_list(getattr(values, "loss_type", None) or "none")
+    if rounds.reference == "round" and {*losses} <= REFERENCE_FREE_LOSSES:
+        problem = f"rounds.reference: round has no effect: {no_reference(losses)}. Remove rounds.reference"
+        yield ("rounds.reference", "train.loss_type"), problem
     max_new_tokens = rounds.max_completion_length
     if values.max_length is not None and values.max_length <= max_new_tokens:
         problem = f"train.max_length={values.max_length} must exceed rounds.max_completion_length={max_new_tokens}"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..methods import papers
-from ..monitoring.symptoms import as_names
+from ..monitoring.symptoms import as_list
 from ..trainer.method_spec import Method, Paper
 from ..trainer.saving import CARD_MARKER
 from .page import render
@@ -78,6 +78,6 @@ def is_hub_name(name: str) -> bool:
 def list_papers(spec: Method | None, arguments: Mapping[str, Any], lora: bool) -> list[Paper]:
     """Return the papers of a method, of its loss_type, and of LoRA."""
     method_papers = [spec.paper] if spec and spec.paper else []
-    loss_keys = [spec.loss_papers.get(name) for name in as_names(arguments.get("loss_type"))] if spec else []
+    loss_keys = [spec.loss_papers.get(name) for name in as_list(arguments.get("loss_type"))] if spec else []
     keys = dict.fromkeys([*loss_keys, "hu2021lora" if lora else None])
     return method_papers + [papers()[key] for key in keys if key]

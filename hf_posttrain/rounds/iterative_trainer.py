@@ -156,8 +156,8 @@ class InRounds(PostTrainer, SamplingInterface):
         self.reference_per_round = section.reference == "round" and self.method.second == "reference"
         super().__init__(model, args, *rest, **kwargs)
         if self.reference_per_round and getattr(self, "reference", None) is None:
-            problem = "rounds.reference: round requires a loss with a reference, and this loss has none"
-            raise InputError(f"{problem}. Remove it")
+            problem = "rounds.reference: round has no effect: the loss does not use a reference"
+            raise InputError(f"{problem}. Remove rounds.reference")
         sets = self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]
         if not all(isinstance(rows, datasets.Dataset | None) for rows in (self.train_dataset, *sets)):
             raise InputError(conflict_message(Feature.ROUNDS, Feature.STREAM))

@@ -22,7 +22,7 @@ from transformers.trainer_utils import has_length, sort_checkpoints
 from ..engines import engine
 from ..errors import InputError, join_names, path_hint
 from ..monitoring import reporters
-from ..monitoring.symptoms import as_names
+from ..monitoring.symptoms import as_list
 from . import run_fingerprint
 from .interface import TrainerInterface
 from .rules import NO_OPTIMIZER_STATE
@@ -374,7 +374,7 @@ def safe_unpickling(trainer: TrainerInterface) -> Iterator[None]:
     Raises:
         InputError: If a checkpoint has anything else and `pickle` is not in `resume_despite`.
     """
-    if not engine.zero_stage(trainer.accelerator) or "pickle" in as_names(trainer.args.resume_despite):
+    if not engine.zero_stage(trainer.accelerator) or "pickle" in as_list(trainer.args.resume_despite):
         yield
         return
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler

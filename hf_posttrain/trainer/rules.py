@@ -126,7 +126,7 @@ def value_problems(values: OptionValues) -> Iterator[Problem]:
         reason = "padding cannot be recognized by its token id. Use all, with a layout that has little padding"
         problem = f"include_num_input_tokens_seen: non_padding is not supported: {reason}"
         yield ("include_num_input_tokens_seen",), problem
-    for reporter in symptoms.as_names(values.report_to):
+    for reporter in symptoms.as_list(values.report_to):
         yield from choice_problems("report_to", reporter, ("all", "none", *REPORTER_PACKAGES))
     if getattr(values.lr_scheduler_type, "value", values.lr_scheduler_type) == "constant" and values.warmup_steps:
         problem = "warmup_steps cannot be combined with lr_scheduler_type: constant. Use constant_with_warmup"
@@ -285,7 +285,7 @@ def problems(values: OptionValues, method: Method) -> Iterator[Problem]:
 def stop_on_problems(stop_on: list[str] | str | None, method: Method) -> Iterator[Problem]:
     """Yield the names in `stop_on` that do not exist or do not apply to the method."""
     valid_names = ("nan", *method.symptoms)
-    for name in symptoms.as_names(stop_on):
+    for name in symptoms.as_list(stop_on):
         if name not in symptoms.SYMPTOM_NAMES:
             yield ("stop_on",), f"stop_on: {name!r} is not a warning{name_hint(str(name), symptoms.SYMPTOM_NAMES)}"
         elif name not in valid_names:

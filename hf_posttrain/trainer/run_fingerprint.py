@@ -19,7 +19,7 @@ from ..data.images import image_versions
 from ..engines import sharded
 from ..errors import short_repr
 from ..models import adapters, score_cache
-from ..monitoring.symptoms import as_names
+from ..monitoring.symptoms import as_list
 from ..scoring import forward
 from .interface import TrainerInterface
 from .method_spec import Method
@@ -158,7 +158,7 @@ def differences(
             state cannot be excluded.
         groups: Groups of options of the method.
     """
-    allowed = set(as_names(despite)) - OPTIMIZER_STATE_OPTIONS
+    allowed = set(as_list(despite)) - OPTIMIZER_STATE_OPTIONS
     then = _with_groups(then, groups)
     return {
         key: f"{key}: then {short_repr(before)}, now {short_repr(after)}"

@@ -256,8 +256,8 @@ def test_names_are_checked_without_torch():
     code = f"{imports}; list(stop_on_problems('nan', METHODS['sft'])); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY, check=True)
     assert done.stdout.strip() == "False"
-    assert watch.as_names(None) == []
-    assert watch.as_names("nan") == ["nan"]
+    assert watch.as_list(None) == []
+    assert watch.as_list("nan") == ["nan"]
     assert list(stop_on_problems(["nan", "kl_zero"], TABLE["kto"])) == []
 
 

@@ -145,7 +145,7 @@ def test_check_says_that_a_server_is_not_there(home, capsys):
         ("opd", {**LOCAL, "url": "http://x", "quantization": "4bit"}, None, {}, "teacher.url, whose server has loaded"),
         ("opd", None, {"maths": LOCAL}, {}, "column 'teacher': unknown teacher 'code'; valid"),
         ("opd", {"name_or_path": "other"}, None, {}, "student and teacher have different vocabularies"),
-        ("opd", {"name_or_path": "other", "own_tokenizer": True}, None, TOP_K, "by chunks of text"),
+        ("opd", {"name_or_path": "other", "own_tokenizer": True}, None, TOP_K, "with the student's by text spans"),
         ("kd", {"name_or_path": "other", "own_tokenizer": True}, None, {"temperature": 2.0}, "temperature=2 cannot be"),
         ("opd", {**LOCAL, "prompt": HINTED}, None, {"rollouts": "replay"}, "the replay buffer keeps no rows"),
         ("kd", {**LOCAL, "prompt": HINTED}, None, {"completion_only_loss": False}, "another text before the answer"),

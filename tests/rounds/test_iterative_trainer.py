@@ -789,7 +789,7 @@ def test_labels_that_are_all_one_leave_class_weights_as_they_are(tmp_path, caplo
             {},
             r"must be at most 0\.5, because scores of exact_match are from 0 to 1",
         ),
-        ("dpo", {"reference": "round"}, {"loss_type": ["simpo"]}, "this loss has none"),
+        ("dpo", {"reference": "round"}, {"loss_type": ["simpo"]}, "the loss does not use a reference"),
     ],
 )
 def test_what_cannot_be_is_refused(method, changes, config, said, tmp_path):

@@ -269,7 +269,7 @@ def test_the_student_as_it_began_is_a_teacher_that_does_not_move(adapter, tmp_pa
             assert len(trainer.second_models) == (0 if adapter else 1)
     assert found[0] == pytest.approx(found[1], rel=1e-3)
     assert len(set(found[0])) == 3
-    with pytest.raises(InputError, match=r"the student has nothing to learn from itself\. Set prompt"):
+    with pytest.raises(InputError, match=r"so there is no training signal\. Set prompt"):
         trainer_for("opd", copy.deepcopy(student), token_rows("opd"), tmp_path, peft_config=peft_config,
                     second=TeacherSection(self="start"))  # fmt: skip
 
@@ -321,7 +321,7 @@ def test_an_average_of_low_precision_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("section", "config", "message"),
     [
-        ({"self": "start", "prompt": "{{ prompt }}!"}, {}, "with its own prompt the student has nothing to learn"),
+        ({"self": "start", "prompt": "{{ prompt }}!"}, {}, "would see the same prompt, so there is no training signal"),
         ({"name_or_path": "x", "prompt": "{{ prompt }}!"}, {}, "before the teacher is known. Set prompt in the option"),
         ({"name_or_path": "x", "own_tokenizer": True}, {}, "Set tokenizer in the option teacher of the Config too"),
         ({"self": "emaa"}, {}, "teacher_model.self='emaa' is not one of start, ema"),
