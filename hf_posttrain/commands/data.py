@@ -155,14 +155,14 @@ def describe_file(
     if suggestion is None or suggestion.missing:
         lines.append("format: not supported")
         if suggestion:
-            mapping = join_names(f"{ours} could be {theirs}" for ours, theirs in suggestion.columns.items())
+            mapping = join_names(f"{expected} could be {column}" for expected, column in suggestion.columns.items())
             missing = ", ".join(suggestion.missing)
             lines.append(f"the most similar format is {suggestion.form}: {mapping}; there is no column for {missing}")
         lines += filter(None, [column_inference.misspelling_problem(rows[0])])
         return [*lines, *(f"{method} reads {' | '.join(METHODS[method].rows.formats)}" for method in methods)], 2
 
     # The file can be read with renamed columns.
-    renamed_columns = {ours: theirs for ours, theirs in suggestion.columns.items() if ours != theirs}
+    renamed_columns = {new: old for new, old in suggestion.columns.items() if new != old}
     tree = {"data": {"train": {"path": name, "columns": {**columns, **renamed_columns}}}}
     section = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=10_000, default_flow_style=None)
     if unused := [column for column in rows[0] if column not in suggestion.columns.values()]:
@@ -172,7 +172,7 @@ def describe_file(
     lines += ["add to the recipe:", *textwrap.indent(section, "  ").splitlines()]
     renamed_rows = [
         {column: value for column, value in row.items() if column not in renamed_columns.values()}
-        | {ours: row[theirs] for ours, theirs in renamed_columns.items()}
+        | {new: row[old] for new, old in renamed_columns.items()}
         for row in rows
     ]
     formats, problems, _ = _readable_formats(renamed_rows, suggestion.methods, image_options)

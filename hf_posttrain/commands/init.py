@@ -308,7 +308,8 @@ def inspect_data(path: str, method: Method, option: str) -> InspectedData:
 
     rows = [{canonical_name(column, row): value for column, value in row.items()} for row in rows]
     suggestion = column_inference.suggest_format(rows, [method]) if code else None
-    columns = {ours: theirs for ours, theirs in suggestion.columns.items() if ours != theirs} if suggestion else {}
+    mapping = suggestion.columns if suggestion else {}
+    columns = {name: column for name, column in mapping.items() if name != column}
     form = suggestion.form if suggestion else detect_format([*rows[0]], method)
     prompts = [rows[0][columns.get(name, name)] for name in ("prompt", "instruction") if name in form.split(" + ")]
     has_answers = bool(rows[0].get("completion_ids")) if form == "prompt_ids" else form != "prompt"

@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     description = "Merge a saved adapter into its base model, and save a plain model with its tokenizer."
     parser = Parser(prog="hf-posttrain merge", description=description, epilog=_EXAMPLE, allow_abbrev=False)
     parser.add_argument("adapter", metavar="ADAPTER", type=Path, help="a run's output_dir, or one of its checkpoints")
-    parser.add_argument("out", metavar="OUT", type=Path, help="folder to write, which must not exist or be empty")
+    parser.add_argument("out", metavar="OUT", type=Path, help="folder to write, which must be new or empty")
     parser.add_argument(
         "--base", metavar="NAME_OR_FOLDER", help=f"the base model (default: the one that {ADAPTER_CONFIG} names)"
     )

@@ -182,7 +182,7 @@ class SamplingOptions:
     seed: int = 42
 
     def override(self, arguments: argparse.Namespace) -> Self:
-        """Return the options with those of the command line in place of the defaults in this object.
+        """Return a copy in which options of the command line replace the values of this object.
 
         Raises:
             InputError: For several greedy answers to a prompt.

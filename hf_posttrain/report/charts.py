@@ -1,4 +1,4 @@
-"""Charts of logged metrics, drawn by matplotlib as SVG for a page or as an image, and their numbers.
+"""Charts of logged metrics, rendered by matplotlib as SVG for a page or as an image, and their numbers.
 
 templates/charts.yaml defines which metrics share a chart. Other metrics, such as the results of compute_metrics, get
 their own charts at the end.
@@ -150,7 +150,7 @@ def smooth(series: Series) -> Series | None:
 
 
 def any_smoothed(charts: Iterable[Chart]) -> bool:
-    """Return whether a line is drawn as its running mean."""
+    """Return whether a line is replaced by its running mean."""
     return any(smooth(line.series) for chart in charts for line in chart.lines)
 
 
@@ -230,7 +230,7 @@ def write_image(run: Run) -> None:
 def _draw(chart: Chart, axes: Any) -> None:
     """Draw lines, grid and labels on matplotlib's axes.
 
-    A long and noisy line is drawn as its running mean, with the logged values in a faint colour.
+    A long and noisy line shows its running mean, with the logged values in a faint colour.
     """
     from matplotlib.artist import setp
     from matplotlib.ticker import MaxNLocator

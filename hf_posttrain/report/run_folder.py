@@ -241,9 +241,9 @@ def _latest(files: Sequence[Path]) -> tuple[Path, dict[str, Any]]:
     states = {file: _read_json(file) for file in files}
     logs = {file: json.dumps(state.get("log_history", []))[:-1] for file, state in states.items()}  # as text, for NaN
     newest = max(files, key=lambda file: file.stat().st_mtime)
-    longest = max(files, key=lambda file: len(logs[file]))
-    is_one_run = logs[longest].startswith(logs[newest]) and logs[newest] != "["
-    latest = longest if is_one_run else newest
+    with_longest_log = max(files, key=lambda file: len(logs[file]))
+    is_one_run = logs[with_longest_log].startswith(logs[newest]) and logs[newest] != "["
+    latest = with_longest_log if is_one_run else newest
     return latest, states[latest]
 
 
