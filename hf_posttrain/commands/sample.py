@@ -247,8 +247,8 @@ def _job_from_recipe(recipe: Recipe, arguments: argparse.Namespace) -> SamplingJ
     sources = _prompt_source(arguments) if arguments.prompts else dict(recipe.data.splits())[arguments.split]
     # Supervised rows are read as unpacked prompts, even if training packs them.
     if arguments.prompts or trainer_class.data_method.rows == SUPERVISED:
-        place = recipe.where(f"data.{arguments.split}.path")
-        with nullcontext() if arguments.prompts else error_context(place):
+        location = recipe.where(f"data.{arguments.split}.path")
+        with nullcontext() if arguments.prompts else error_context(location):
             rows = read_prompts(sources, tokenizer, data_options(**vars(config)))
     else:
         rows = prepare_data(recipe, trainer_class, tokenizer, config, keep_asked=True)[0][arguments.split]

@@ -1,7 +1,7 @@
 """Construction of the objects of a run from a recipe, in the order of a run.
 
 Heavy imports are deferred to their first use, so that errors of a recipe are reported quickly. Mistakes raise
-InputErrors with a place.
+InputErrors with a location.
 """
 
 import contextlib
@@ -74,9 +74,9 @@ def configure(recipe: Recipe, training: bool = False) -> "tuple[type[PostTrainer
     # "auto" skips incomplete checkpoints
     checkpoint = config.resume_from_checkpoint if training else None
     if isinstance(checkpoint, str) and checkpoint != "auto" and (missing := incomplete_parts(Path(checkpoint))):
-        place = recipe.where("train.resume_from_checkpoint")
+        location = recipe.where("train.resume_from_checkpoint")
         problem = f"the checkpoint {checkpoint} is incomplete, without {', '.join(missing)}"
-        raise InputError(f"{place}: {problem}. Set another checkpoint, or auto")
+        raise InputError(f"{location}: {problem}. Set another checkpoint, or auto")
     return (trainer_class(method), config) if recipe.rounds is None else _configure_rounds(recipe, config)
 
 
@@ -246,8 +246,8 @@ def make_output_dir(recipe: Recipe, config: "PostTrainConfig") -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        place = recipe.where("train.output_dir")
-        raise InputError(f"{place}: train.output_dir: {folder} cannot be created ({error.strerror})") from error
+        location = recipe.where("train.output_dir")
+        raise InputError(f"{location}: train.output_dir: {folder} cannot be created ({error.strerror})") from error
 
 
 def load_models(recipe: Recipe, config: "PostTrainConfig") -> dict[str, Any]:

@@ -89,21 +89,21 @@ def summarize_rows(rows: AnyDataset) -> str:
 
 @contextmanager
 def _data_context(recipe: Recipe, key: str) -> Iterator[None]:
-    """Prefix the message of an InputError about data with the place of their path.
+    """Prefix the message of an InputError about data with the location of their path.
 
-    An error about `apply_chat_template` has the place of that option. If it concerns the columns, the place of the path
-    is added.
+    An error about `apply_chat_template` has the location of that option. If it concerns the columns, the location of
+    the path is added.
     """
-    place = recipe.where(key)
-    option_place = recipe.where("train.apply_chat_template")
+    location = recipe.where(key)
+    option_location = recipe.where("train.apply_chat_template")
     try:
         yield
     except InputError as error:
         if ": apply_chat_template requires" not in str(error):
-            raise InputError(f"{place}: {error}") from error
-        depends_on_data = "and the data has" in str(error) and option_place != place
-        suffix = f"; {key} is at {place}" if depends_on_data else ""
-        raise InputError(f"{option_place}: {error}{suffix}") from error
+            raise InputError(f"{location}: {error}") from error
+        depends_on_data = "and the data has" in str(error) and option_location != location
+        suffix = f"; {key} is at {location}" if depends_on_data else ""
+        raise InputError(f"{option_location}: {error}{suffix}") from error
 
 
 @contextmanager

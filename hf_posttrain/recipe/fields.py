@@ -1,6 +1,6 @@
 """Keys of a recipe's sections with their types, and the validation of mappings against them.
 
-A key is dotted (`data.train.0.path`). `where(key)` returns its place, "recipes/kto.yaml:12" or "command line".
+A key is dotted (`data.train.0.path`). `where(key)` returns its location, "recipes/kto.yaml:12" or "command line".
 """
 
 import dataclasses
@@ -23,8 +23,8 @@ from ..methods import METHODS, config_class
 from ..trainer.option_group import OptionKind
 
 Where = Callable[[str], str]
-"""Dotted key -> its place."""
-Advice = Callable[[str], str | None]
+"""Dotted key -> its location."""
+KeyHint = Callable[[str], str | None]
 """Dotted key that does not exist -> what to write instead."""
 
 FILE = Path(__file__).with_name("fields.json")
@@ -142,7 +142,7 @@ def join_key(key: str, name: object) -> str:
 
 
 def build_kwargs(
-    fields: Fields, values: Any, key: str, where: Where, advice: Advice = lambda key: None
+    fields: Fields, values: Any, key: str, where: Where, key_hint: KeyHint = lambda key: None
 ) -> dict[str, Any]:
     """Validate a mapping, and convert its values to the types of the fields.
 
@@ -150,8 +150,8 @@ def build_kwargs(
         fields: The valid keys.
         values: The mapping.
         key: Dotted key of the mapping.
-        where: Function that returns the place of a dotted key.
-        advice: Function that returns what to write instead of a dotted key that does not exist.
+        where: Function that returns the location of a dotted key.
+        key_hint: Function that returns what to write instead of a dotted key that does not exist.
 
     Returns:
         The keyword arguments for the class with the fields.
@@ -167,11 +167,11 @@ def build_kwargs(
         if name not in fields:
             full = join_key(key, name)
             problem = f"unknown {'key' if key else 'section'} {full}{name_hint(str(name), fields)}"
-            if instead := advice(full):
-                problem = f"{full} does not exist: {instead}"
+            if replacement := key_hint(full):
+                problem = f"{full} does not exist: {replacement}"
             raise InputError(f"{where(full)}: {problem}")
     arguments = {
-        name: _convert(value, fields[name].kind, join_key(key, name), where, advice) for name, value in values.items()
+        name: _convert(value, fields[name].kind, join_key(key, name), where, key_hint) for name, value in values.items()
     }
     for name, field in fields.items():
         if name not in values and field.default is dataclasses.MISSING:
@@ -179,7 +179,7 @@ def build_kwargs(
     return arguments
 
 
-def _convert(value: object, annotation: object, key: str, where: Where, advice: Advice) -> Any:
+def _convert(value: object, annotation: object, key: str, where: Where, key_hint: KeyHint) -> Any:
     """Convert a value to the type of an annotation, such as a text to a number and a mapping to a dataclass.
 
     Raises:
@@ -191,18 +191,18 @@ def _convert(value: object, annotation: object, key: str, where: Where, advice: 
         if dataclasses.is_dataclass(kind) and isinstance(kind, type) and isinstance(value, dict):
             if issubclass(kind, OptionKind):
                 return value  # validated by its group
-            return kind(**build_kwargs(fields_of(kind), value, key, where, advice))
+            return kind(**build_kwargs(fields_of(kind), value, key, where, key_hint))
         if typing.get_origin(kind) is list and isinstance(value, list):
             (item,) = typing.get_args(kind)
             if dataclasses.is_dataclass(item):
-                return [_convert(entry, item, join_key(key, i), where, advice) for i, entry in enumerate(value)]
+                return [_convert(entry, item, join_key(key, i), where, key_hint) for i, entry in enumerate(value)]
         if typing.get_origin(kind) is dict and isinstance(value, dict):
             item = typing.get_args(kind)[1]
             if dataclasses.is_dataclass(item):
                 if invalid := [name for name in value if not isinstance(name, str) or not name.strip()]:
                     raise InputError(f"{where(key)}: names in {key} must be non-empty strings, not {invalid[0]!r}")
                 return {
-                    name: _convert(entry, item, join_key(key, name), where, advice) for name, entry in value.items()
+                    name: _convert(entry, item, join_key(key, name), where, key_hint) for name, entry in value.items()
                 }
     try:
         converted = _coerce(value, kinds)

@@ -1,6 +1,6 @@
 """Reader of recipes, YAML files with `section.key=value` overrides, which does not import torch.
 
-Every mistake raises an InputError that starts with its place, such as "recipes/kto.yaml:12: " or "command line: ".
+Every mistake raises an InputError that starts with its location, such as "recipes/kto.yaml:12: " or "command line: ".
 """
 
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from ..errors import InputError, LaunchError
+from ..errors import InputError, LaunchError, short_repr
 from ..methods import METHODS
 from ..models.config import ModelSection
 from ..rollouts.options import SAMPLERS
@@ -22,9 +22,18 @@ from ..trainer.limits import Problem
 from ..trainer.renamed_options import RENAMED, rename_options, warn_about_old_names
 from ..trainer.rules import drop_trl_defaults, replacement_hint
 from . import rules
-from .fields import Advice, Fields, build_kwargs, fields_of, is_outdated, lora_fields, methods_with_option, train_fields
+from .fields import (
+    Fields,
+    KeyHint,
+    build_kwargs,
+    fields_of,
+    is_outdated,
+    lora_fields,
+    methods_with_option,
+    train_fields,
+)
 from .sections import DataSection, Recipe, Source
-from .yaml_tree import place_of, read_tree
+from .yaml_tree import location_of, read_tree
 
 if TYPE_CHECKING:
     from ..trainer.config import PostTrainConfig
@@ -76,7 +85,7 @@ def load_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
     options = add_teacher_options(recipe, options)
     values = SimpleNamespace(**{name: field.default for name, field in fields().items()} | options)
     raise_first_problem(recipe, rules.train_section_problems(recipe, values))
-    recipe.checked = add_teacher_options(recipe, dict(recipe.train))
+    recipe.validated_train = add_teacher_options(recipe, dict(recipe.train))
     return recipe
 
 
@@ -91,25 +100,25 @@ def read_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
         InputError: For a missing or malformed file, an unknown or missing key, and a wrong type.
     """
     path = Path(path)
-    tree, places = read_tree(path, overrides)
+    tree, locations = read_tree(path, overrides)
     if isinstance(tree, dict):
-        tree = _rename_old_options(_move_comparison_options(tree, places), places)
+        tree = _rename_old_options(_move_comparison_options(tree, locations), locations)
         known = fields_of(Recipe)  # an empty section of these is left out
         tree = {name: value for name, value in tree.items() if value is not None or name not in known}
         if "rounds" in tree:
             tree["rounds"] = expand_rounds(tree["rounds"])
     method = tree.get("method") if isinstance(tree, dict) else None
-    sections = build_kwargs(fields_of(Recipe), tree, "", partial(place_of, places), partial(_suggest_key, method))
-    recipe = Recipe(**sections, path=path, places=places)
+    sections = build_kwargs(fields_of(Recipe), tree, "", partial(location_of, locations), partial(_suggest_key, method))
+    recipe = Recipe(**sections, path=path, locations=locations)
 
     def expand_path(name: str, key: str) -> str:
         """Expand the home folder and environment variables."""
-        path = os.path.expanduser(os.path.expandvars(name))
-        if (unset := re.search(r"\$(\w+|\{\w+\})", path)) and not os.path.exists(path):
+        expanded = os.path.expanduser(os.path.expandvars(name))
+        if (unset := re.search(r"\$(\w+|\{\w+\})", expanded)) and not os.path.exists(expanded):
             raise InputError(f"{recipe.where(key)}: {key}: the environment variable {unset[0]} is not set")
-        return path
+        return expanded
 
-    def resolve_path(name: str | None, key: str) -> Any:
+    def resolve_path(name: str | None, key: str) -> str | None:
         """Expand a path, and search for it in the recipe's folder if it is not in the current one."""
         if not name:
             return name
@@ -131,11 +140,11 @@ def read_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
     if recipe.rounds and recipe.rounds.judge.by in MODEL_JUDGES:
         recipe.rounds.judge.name = resolve_path(recipe.rounds.judge.name, "rounds.judge.name")
     for key, source in recipe.sources():
-        source.path = resolve_path(source.path, f"{key}.path")
+        source.path = resolve_path(source.path, f"{key}.path") or ""
     return recipe
 
 
-def _move_comparison_options(tree: dict[Any, Any], places: dict[str, str]) -> dict[Any, Any]:
+def _move_comparison_options(tree: dict[Any, Any], locations: dict[str, str]) -> dict[Any, Any]:
     """Move the options of the comparison of student and teacher from the section `teacher` to `train.teacher`.
 
     Raises:
@@ -145,22 +154,22 @@ def _move_comparison_options(tree: dict[Any, Any], places: dict[str, str]) -> di
     train = tree.get("train") or {}
     if not isinstance(section, dict) or not isinstance(train, dict):
         return tree
-    moved = {option: section[option] for option in COMPARISON_OPTIONS if option in section}
+    moved_options = {option: section[option] for option in COMPARISON_OPTIONS if option in section}
     options = TEACHER.as_mapping(train.get("teacher"))
-    if not moved or options is None:
+    if not moved_options or options is None:
         return tree
-    for option in moved:
+    for option in moved_options:
         key = f"train.teacher.{option}"
         if option in options:
             problem = f"{key} cannot be combined with teacher.{option}. Remove one of them"
-            raise InputError(f"{place_of(places, key)}: {problem}")
-        places[key] = places.get(f"teacher.{option}", places.get("teacher", "recipe"))
-    remaining = {option: value for option, value in section.items() if option not in moved}
-    return tree | {"teacher": remaining, "train": train | {"teacher": options | moved}}
+            raise InputError(f"{location_of(locations, key)}: {problem}")
+        locations[key] = locations.get(f"teacher.{option}", locations.get("teacher", "recipe"))
+    remaining = {option: value for option, value in section.items() if option not in moved_options}
+    return tree | {"teacher": remaining, "train": train | {"teacher": options | moved_options}}
 
 
-def _rename_old_options(tree: dict[Any, Any], places: dict[str, str]) -> dict[Any, Any]:
-    """Give options their new names, which get the places of the old ones."""
+def _rename_old_options(tree: dict[Any, Any], locations: dict[str, str]) -> dict[Any, Any]:
+    """Give options their new names, which get the locations of the old ones."""
     method = METHODS.get(tree["method"]) if isinstance(tree.get("method"), str) else None
     sections = {
         "train": (method.groups if method else {}, train_fields(method.name) if method else ()),
@@ -169,24 +178,24 @@ def _rename_old_options(tree: dict[Any, Any], places: dict[str, str]) -> dict[An
     for section, (groups, known) in sections.items():
         if not isinstance(tree.get(section), dict):
             continue
-        place = partial(_error_prefix, places, section)
-        values, renamed = rename_options(tree[section], groups, known, place)
+        location = partial(_error_prefix, locations, section)
+        values, renamed = rename_options(tree[section], groups, known, location)
         tree = tree | {section: values}
         for old, options in renamed.items():
             for new in options:
                 for key in (new, new.partition(".")[0]):
-                    places.setdefault(f"{section}.{key}", place_of(places, f"{section}.{old}"))
+                    locations.setdefault(f"{section}.{key}", location_of(locations, f"{section}.{old}"))
         warn_about_old_names(renamed, f"{section}.")
     return tree
 
 
-def _error_prefix(places: dict[str, str], section: str, option: str) -> str:
+def _error_prefix(locations: dict[str, str], section: str, option: str) -> str:
     """Return the start of an error about an option."""
-    return f"{place_of(places, f'{section}.{option}')}: {section}."
+    return f"{location_of(locations, f'{section}.{option}')}: {section}."
 
 
 def _normalize(path: Path) -> str:
-    """Return an existing path without `folder/..`, unless a symbolic link changes its meaning."""
+    """Collapse `..` if the result is the same file (symlinks may change it)."""
     normalized = os.path.normpath(path)
     return normalized if os.path.exists(normalized) and os.path.samefile(normalized, path) else str(path)
 
@@ -200,15 +209,20 @@ def train_config(recipe: Recipe, config_class: "type[PostTrainConfig]") -> "Post
     fields = fields_of(config_class)
     values = build_kwargs(fields, recipe.train, "train", recipe.where, partial(_suggest_key, recipe.method))
     values = add_teacher_options(recipe, values)
+    # Errors of TrainingArguments for invalid values. It reads configuration files, and requires packages for some
+    # options. A TypeError is one of AcceleratorConfig for an unknown key, and otherwise a bug.
+    expected_errors: tuple[type[Exception], ...] = (ValueError, ImportError, OSError)
+    if isinstance(values.get("accelerator_config"), dict):
+        expected_errors += (TypeError,)
     try:
         # `load_recipe` has applied the rules, unless the section has changed since
-        unchanged = recipe.checked == add_teacher_options(recipe, dict(recipe.train))
+        unchanged = recipe.validated_train == add_teacher_options(recipe, dict(recipe.train))
         is_checked = unchanged and hasattr(config_class, "from_checked")
         return config_class.from_checked(**values) if is_checked else config_class(**values)
     except LaunchError:
         raise
-    except (ValueError, TypeError, ImportError, OSError, ArithmeticError) as error:
-        # attribute the error to the first key that the message names, or whose value it quotes
+    except expected_errors as error:
+        # use the location of the first key that the message names, or whose value it quotes
         problem = " ".join(str(error).split())
         named = [name for name in re.findall(r"\w+", problem) if name in recipe.train]
         quoted = [name for name, value in recipe.train.items() if isinstance(value, str) and repr(value) in problem]
@@ -235,29 +249,32 @@ def raise_first_problem(recipe: Recipe, problems: Iterable[Problem]) -> None:
     """Raise InputError for the first problem, if there is any.
 
     Args:
-        recipe: The recipe, whose places of the keys are added to the message.
-        problems: (dotted keys, message). A problem without keys does not belong to a place.
+        recipe: The recipe, which has the locations of the keys.
+        problems: (dotted keys, message). A problem without keys has no location.
     """
     for keys, problem in problems:
         if not keys:
             raise InputError(problem)
-        # defaults have no place: name the keys that the recipe sets, if any
-        located = [key for key in keys if key in recipe.places] or [keys[0]]
-        (_, place), *others = ((key, recipe.where(key)) for key in located)
-        suffix = "".join(f"; {key} is at {other}" for key, other in others if other != place)
-        raise InputError(f"{place}: {problem}{suffix}")
+        # defaults have no location: name the keys that the recipe sets, if any
+        located = [key for key in keys if key in recipe.locations] or [keys[0]]
+        (_, location), *others = ((key, recipe.where(key)) for key in located)
+        suffix = "".join(f"; {key} is at {other}" for key, other in others if other != location)
+        raise InputError(f"{location}: {problem}{suffix}")
 
 
 def _check_fields(
-    recipe: Recipe, fields: Callable[..., Fields], values: Mapping[str, Any], key: str, advice: Advice
+    recipe: Recipe, fields: Callable[..., Fields], values: Mapping[str, Any], key: str, key_hint: KeyHint
 ) -> dict[str, Any]:
-    """Validate values against fields.json or, if that fails and the installed packages are newer, the classes."""
+    """Validate values and convert them to the types of the fields.
+
+    First against the cached fields.json. If that fails and it is outdated, against the Config classes.
+    """
     try:
-        return build_kwargs(fields(), values, key, recipe.where, advice)
+        return build_kwargs(fields(), values, key, recipe.where, key_hint)
     except InputError:
         if not is_outdated():
             raise
-    return build_kwargs(fields(from_class=True), values, key, recipe.where, advice)
+    return build_kwargs(fields(from_class=True), values, key, recipe.where, key_hint)
 
 
 def _suggest_lora_key(key: str) -> str | None:
@@ -271,24 +288,37 @@ def _suggest_key(method: object, key: str) -> str | None:
     """Return what to write instead of a key that does not exist, or None for an unknown name.
 
     Args:
-        method: Value of the key `method`, which may be invalid.
+        method: Value of the key `method`, which may be missing or invalid.
         key: The dotted key.
     """
-    method_name = next((name for name in METHODS if name == method), None)
     section, _, name = re.sub(r"\.\d+\.", ".", key).rpartition(".")
-    owner = METHODS[method_name].config_name if method_name else ""
-    if (
-        section == "train"
-        and (group := RENAMED.get(name, "").partition(".")[0])
-        and (methods := methods_with_option(group))
-    ):
-        return (
-            f"its name is now {RENAMED[name]}, which method {method_name} does not have, only {' and '.join(methods)}"
-        )
-    if section == "train" and (instead := replacement_hint(name, "recipe", owner)):
-        return instead
-    if meant := _FOREIGN_NAMES.get(f"{section}.{name}") or _FOREIGN_NAMES.get(name):
-        return f"use {meant}"
+    method_name = method if isinstance(method, str) and method in METHODS else None
+    if section == "train" and (hint := _suggest_renamed_option(method, name)):
+        return hint
+    if known_key := _FOREIGN_NAMES.get(f"{section}.{name}") or _FOREIGN_NAMES.get(name):
+        return f"use {known_key}"
+    if known_key := _find_in_other_section(method_name, section, name):
+        return f"use {known_key}"
+    if section in ("", "train") and (methods := methods_with_option(name)):
+        return _suggest_method(method, name, methods)
+    if section != "rounds" and name in fields_of(RoundsSection):
+        return f"use rounds.{name}"
+    return None
+
+
+def _suggest_renamed_option(method: object, name: str) -> str | None:
+    """Return what to write instead of an old or TRL's name of an option in `train`, or None for other names."""
+    group = RENAMED.get(name, "").partition(".")[0]
+    if group and (methods := methods_with_option(group)):
+        if problem := _method_problem(method):
+            return f"its name is now {RENAMED[name]}, and {problem}. Set method to {' or '.join(methods)}"
+        return f"its name is now {RENAMED[name]}, which method {method} does not have, only {' and '.join(methods)}"
+    config_name = METHODS[method].config_name if isinstance(method, str) and method in METHODS else ""
+    return replacement_hint(name, "recipe", config_name)
+
+
+def _find_in_other_section(method_name: str | None, section: str, name: str) -> str | None:
+    """Return the dotted key of another section in which a name is known, or None."""
     sections = {
         "model": fields_of(ModelSection),
         "data.train": fields_of(Source),
@@ -296,13 +326,25 @@ def _suggest_key(method: object, key: str) -> str | None:
         "model.lora": lora_fields(),
         "train": train_fields(method_name or next(iter(METHODS))),
     }
-    for other, names in sections.items():
-        if name in names and other != section:
-            return f"use {other}.{name}"
-    in_rounds = name in fields_of(RoundsSection)
-    if section in ("", "train") and (methods := methods_with_option(name)):
-        alternative = f", or use rounds.{name} for rounds" if in_rounds else ""
-        return f"method {method_name} has no such option, only {' and '.join(methods)}. Remove it{alternative}"
-    if in_rounds and section != "rounds":
-        return f"use rounds.{name}"
-    return None
+    return next((f"{other}.{name}" for other, names in sections.items() if name in names and other != section), None)
+
+
+def _suggest_method(method: object, name: str, methods: list[str]) -> str:
+    """Return the hint for an option of `methods` that the recipe's method does not have.
+
+    Args:
+        method: Value of the key `method`, which may be missing or invalid.
+        name: Name of the option.
+        methods: Methods with the option.
+    """
+    if problem := _method_problem(method):
+        return f"{problem}. Set method to {' or '.join(methods)}, and use train.{name}"
+    alternative = f", or use rounds.{name} for rounds" if name in fields_of(RoundsSection) else ""
+    return f"method {method} has no such option, only {' and '.join(methods)}. Remove it{alternative}"
+
+
+def _method_problem(method: object) -> str | None:
+    """Return the problem with the value of the key `method`, or None for a valid value."""
+    if method is None:
+        return "method is missing"
+    return None if isinstance(method, str) and method in METHODS else f"there is no method {short_repr(method)}"

@@ -13,7 +13,7 @@ from ..models.config import ModelSection, TeacherSection
 from ..options import option
 from ..rounds.config import RoundsSection
 from ..trainer.method_spec import Method
-from .yaml_tree import place_of, write_tree
+from .yaml_tree import location_of, write_tree
 
 _NAMES: Any = Literal[tuple(METHODS)]
 
@@ -73,14 +73,14 @@ class Recipe:
     # not keys of a recipe
     path: Path = field(default=Path("recipe"), metadata={"hidden": True})
     """File that the recipe was read from."""
-    places: dict[str, str] = field(default_factory=dict, repr=False, compare=False, metadata={"hidden": True})
-    """Place of each dotted key, file:line or "command line"."""
-    checked: dict[str, Any] | None = field(default=None, repr=False, compare=False, metadata={"hidden": True})
+    locations: dict[str, str] = field(default_factory=dict, repr=False, compare=False, metadata={"hidden": True})
+    """Location of each dotted key, file:line or "command line"."""
+    validated_train: dict[str, Any] | None = field(default=None, repr=False, compare=False, metadata={"hidden": True})
     """The train section that was validated by the rules of its method."""
 
     def where(self, key: str) -> str:
-        """Return the place of a dotted key, or of its closest parent with a place."""
-        return place_of(self.places, key)
+        """Return the location of a dotted key, or of its closest parent with a location."""
+        return location_of(self.locations, key)
 
     @property
     def data_method(self) -> Method:

@@ -1,4 +1,4 @@
-"""Reader and writer of YAML files, with overrides and the place of each dotted key. Duplicate keys are errors."""
+"""Reader and writer of YAML files, with overrides and the location of each dotted key. Duplicate keys are errors."""
 
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -53,7 +53,7 @@ def read_tree(path: Path, overrides: Iterable[str] = ()) -> tuple[Any, dict[str,
         overrides: Texts of the form `section.key=value`.
 
     Returns:
-        The value, and {dotted key: place}. A place is "recipes/kto.yaml:12" or "command line".
+        The value, and {dotted key: location}. A location is "recipes/kto.yaml:12" or "command line".
 
     Raises:
         InputError: For a missing or unreadable file, a syntax error, a duplicate key, and an invalid override.
@@ -67,8 +67,8 @@ def read_tree(path: Path, overrides: Iterable[str] = ()) -> tuple[Any, dict[str,
         raise InputError(f"there is no recipe {path}{hint}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path} cannot be read as text: {error}") from None
-    tree, places = _parse(text, lambda line: f"{path}:{line}")
-    places[""] = str(path)
+    tree, locations = _parse(text, lambda line: f"{path}:{line}")
+    locations[""] = str(path)
     for override in overrides:
         key, _, value = override.partition("=")
         if not OVERRIDE.match(override):
@@ -82,12 +82,12 @@ def read_tree(path: Path, overrides: Iterable[str] = ()) -> tuple[Any, dict[str,
             break  # not a recipe, which its reader reports
         tree = _assign(tree, key.split("."), parsed)
         # keys below the override are replaced, and sections that it creates belong to the command line as well
-        places = {known: place for known, place in places.items() if not known.startswith(f"{key}.")}
-        places[key] = "command line"
+        locations = {known: location for known, location in locations.items() if not known.startswith(f"{key}.")}
+        locations[key] = "command line"
         while "." in key:
             key = key.rpartition(".")[0]
-            places.setdefault(key, "command line")
-    return tree, places
+            locations.setdefault(key, "command line")
+    return tree, locations
 
 
 def write_tree(tree: object) -> str:
@@ -95,22 +95,22 @@ def write_tree(tree: object) -> str:
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
-def place_of(places: dict[str, str], key: str) -> str:
-    """Return the place of a key, or of its closest parent with a place. `places[""]` is the file."""
-    while key and key not in places:
+def location_of(locations: dict[str, str], key: str) -> str:
+    """Return the location of a key, or of its closest parent with a location. `locations[""]` is the file."""
+    while key and key not in locations:
         key = key.rpartition(".")[0]
-    return places.get(key, "recipe")
+    return locations.get(key, "recipe")
 
 
-def _parse(text: str, place: Callable[[int], str]) -> tuple[Any, dict[str, str]]:
-    """Return the value of one YAML document, and {dotted key: place(line)}."""
+def _parse(text: str, location: Callable[[int], str]) -> tuple[Any, dict[str, str]]:
+    """Return the value of one YAML document, and {dotted key: location(line)}."""
     lines: dict[str, int] = {}
     try:
         loader = _Loader(text)
         if (node := loader.get_single_node()) is None:
             return None, {}
-        _record_lines(node, "", place, lines, ())
-        return loader.construct_document(node), {key: place(line) for key, line in lines.items()}
+        _record_lines(node, "", location, lines, ())
+        return loader.construct_document(node), {key: location(line) for key, line in lines.items()}
     except InputError:
         raise
     except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -120,28 +120,28 @@ def _parse(text: str, place: Callable[[int], str]) -> tuple[Any, dict[str, str]]
         context = getattr(error, "context", None)
         context = f" {context}" if context else ""
         hint = ". Put texts that contain {{ in quotes" if "{{" in text else ""
-        where = place(mark.line + 1 if mark else 1)
+        where = location(mark.line + 1 if mark else 1)
         raise InputError(f"{where}: YAML syntax error{context}: {problem}{hint}") from None
 
 
 def _record_lines(
-    node: yaml.Node, key: str, place: Callable[[int], str], lines: dict[str, int], parents: tuple[yaml.Node, ...]
+    node: yaml.Node, key: str, location: Callable[[int], str], lines: dict[str, int], parents: tuple[yaml.Node, ...]
 ) -> None:
     """Add the line of every key below a node.
 
     Args:
         node: The node.
         key: Dotted key of the node.
-        place: Function that returns the place of a line, for messages.
+        location: Function that returns the location of a line, for messages.
         lines: Dictionary to fill, dotted key -> line.
         parents: The nodes around this one.
     """
     if any(node is parent for parent in parents):
-        raise InputError(f"{place(node.start_mark.line + 1)}: {key} contains itself")
-    _check_tag(node, place)
+        raise InputError(f"{location(node.start_mark.line + 1)}: {key} contains itself")
+    _check_tag(node, location)
     if isinstance(node, yaml.MappingNode):
         for name, _ in node.value:
-            _check_tag(name, place)
+            _check_tag(name, location)
         children = [(name.value, name, child) for name, child in node.value]
     else:  # the items of a list are numbered; a scalar has no children
         children = [(n, child, child) for n, child in enumerate(node.value if isinstance(node.value, list) else [])]
@@ -149,12 +149,12 @@ def _record_lines(
         full = join_key(key, name)
         line = start.start_mark.line + 1
         if full in lines:
-            raise InputError(f"{place(line)}: duplicate key {full} (first in line {lines[full]})")
+            raise InputError(f"{location(line)}: duplicate key {full} (first in line {lines[full]})")
         lines[full] = line
-        _record_lines(child, full, place, lines, (*parents, node))
+        _record_lines(child, full, location, lines, (*parents, node))
 
 
-def _check_tag(node: yaml.Node, place: Callable[[int], str]) -> None:
+def _check_tag(node: yaml.Node, location: Callable[[int], str]) -> None:
     """Raise InputError for a tag such as `!!timestamp x`, with which PyYAML fails or returns no plain value."""
     kind = node.tag.removeprefix("tag:yaml.org,2002:")
     kinds = [name for name in (kind, "int" * (kind == "float")) if name in _PLAIN_SCALARS]  # !!float 3 is 3.0
@@ -162,7 +162,7 @@ def _check_tag(node: yaml.Node, place: Callable[[int], str]) -> None:
     if not is_plain and kind not in ("str", "seq", "map"):
         tag = kind if kind.startswith("!") else f"!!{kind}"
         problem = f"the tag {tag} is not supported for this value. Remove it"
-        raise InputError(f"{place(node.start_mark.line + 1)}: {problem}")
+        raise InputError(f"{location(node.start_mark.line + 1)}: {problem}")
 
 
 def _assign(tree: object, names: Sequence[str], value: object, key: str = "") -> Any:

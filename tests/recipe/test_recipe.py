@@ -434,7 +434,7 @@ def test_the_rules_of_a_recipe_run_once(recipe, monkeypatch):
     monkeypatch.setattr(rules, "problems", lambda *args: calls.append("config") or problems(*args))
     loaded = recipe()
     loaded.train |= {"output_dir": "out", "use_cpu": True}
-    loaded.checked = dict(loaded.train)
+    loaded.validated_train = dict(loaded.train)
     dpo = config_class(METHODS["dpo"])
     assert train_config(loaded, dpo).beta == 0.2
     assert calls == ["recipe"]
@@ -442,6 +442,18 @@ def test_the_rules_of_a_recipe_run_once(recipe, monkeypatch):
     with pytest.raises(InputError, match="warmup_steps=-1 must be at least 0"):
         train_config(loaded, dpo)
     assert calls == ["recipe", "config"]
+
+
+def test_a_type_error_is_a_mistake_of_the_recipe_only_with_options_of_accelerate(recipe, monkeypatch):
+    dpo = config_class(METHODS["dpo"])
+    loaded = recipe()
+    loaded.train |= {"output_dir": "out", "use_cpu": True, "accelerator_config": {"splt_batches": True}}
+    with pytest.raises(InputError, match="unexpected keyword argument 'splt_batches'"):
+        train_config(loaded, dpo)
+    del loaded.train["accelerator_config"]
+    monkeypatch.setattr(dpo, "_validate", lambda config: len(3))
+    with pytest.raises(TypeError, match="has no len"):
+        train_config(loaded, dpo)
 
 
 def test_a_sampler_of_rounds_is_written_with_its_kind(recipe):
