@@ -5,12 +5,12 @@ import itertools
 import pytest
 
 from hf_posttrain import CPOConfig, DPOConfig, KDConfig, OPDConfig, SFTConfig
-from hf_posttrain.capabilities import CONFLICTS, Feature, conflict, conflicts, option_features
+from hf_posttrain.capabilities import CONFLICTS, Feature, conflict_message, conflicts, option_features
 from hf_posttrain.errors import InputError
 from hf_posttrain.methods import METHODS
 from hf_posttrain.recipe.read import load_recipe
 from hf_posttrain.recipe.rules import recipe_features
-from hf_posttrain.trainer.option_group import with_groups
+from hf_posttrain.trainer.option_group import build_groups
 
 POLICY_GRADIENT = {"loss_type": "policy_gradient", "num_generations": 2}
 OPTIONS = {  # feature -> options that select it
@@ -86,12 +86,12 @@ def test_options_select_a_feature(feature, tmp_path):
         given = {name: field.default for name, field in CONFIGS[method].__dataclass_fields__.items()}
         given |= {"teacher": {}} if METHODS[method].second == "teacher" else {}
         row = METHODS[method]
-        values = with_groups(type("Values", (), {})(), {})
+        values = build_groups(type("Values", (), {})(), {})
         values.__dict__.update(given | OPTIONS[feature])
-        assert feature in option_features(with_groups(values, row.groups))
+        assert feature in option_features(build_groups(values, row.groups))
         values.__dict__.update(given)
         usual = {Feature.SCORED_EACH_STEP, Feature.TEACHER}
-        assert (feature in option_features(with_groups(values, row.groups))) is (feature in usual)
+        assert (feature in option_features(build_groups(values, row.groups))) is (feature in usual)
 
 
 @pytest.mark.parametrize("pair", OF_OPTIONS, ids=" and ".join)
@@ -138,7 +138,7 @@ def test_a_recipe_knows_both_features(pair, tmp_path, monkeypatch):
     given += [f"{key}={value}" for key, value in overrides.items()]
     with pytest.raises(InputError) as caught:
         load_recipe("recipe.yaml", given)
-    assert conflict(*pair) in str(caught.value)
+    assert conflict_message(*pair) in str(caught.value)
     assert "command line" in str(caught.value)
 
 
@@ -159,7 +159,7 @@ def test_conflicts_name_the_options():
     assert found.keys() == {("train.rollouts", "model.images"), ("train.sampler", "model.images")}
     assert found["train.rollouts", "model.images"].startswith("rollouts: replay cannot be combined with images: ")
     with pytest.raises(KeyError):
-        conflict(Feature.PACKING, Feature.EXACT_MATCH)
+        conflict_message(Feature.PACKING, Feature.EXACT_MATCH)
 
 
 def test_a_recipe_without_them_has_no_features(tmp_path):

@@ -23,7 +23,7 @@ from tokenizers_for_tests import (
 )
 
 from hf_posttrain.methods import METHODS
-from hf_posttrain.methods.rules import DIVERGENCES, PAIRED, POLICY_GRADIENT
+from hf_posttrain.methods.rules import DIVERGENCES, PAIRED_LOSSES, POLICY_GRADIENT
 from hf_posttrain.recipe.fields import train_fields
 from hf_posttrain.rollouts.options import TOKEN_WEIGHTS
 
@@ -214,7 +214,7 @@ ODD_GROUPS = {
 OWN = {
     "sft": SUPERVISED | {"packing": [True, False]},
     "dpo": REFERENCED | {
-        "loss_type": [*PAIRED, ["sigmoid", "sft"], ["sigmoid", "ipo"]], "loss_weights": [[1.0], [0.5, 1.0]],
+        "loss_type": [*PAIRED_LOSSES, ["sigmoid", "sft"], ["sigmoid", "ipo"]], "loss_weights": [[1.0], [0.5, 1.0]],
         "beta": [0.1, 0.5], "label_smoothing": [0.0, 0.1], "nll_coef": [0.0, 0.5],
     },
     "kto": REFERENCED | {

@@ -100,7 +100,7 @@ def logged(trainer):
 def logs_and_weights(trainer, lora):
     """What a run logged, without its times, and its trained weights, whole on rank 0; all ranks call it."""
     logs = logged(trainer)
-    state = saving.whole_state(trainer, adapter_only=lora) or policy_of(trainer).state_dict()
+    state = saving.full_state_dict(trainer, adapter_only=lora) or policy_of(trainer).state_dict()
     return logs, {name: tensor.cpu().clone() for name, tensor in state.items() if not lora or "lora_" in name}
 
 
