@@ -218,8 +218,8 @@ class Shapes:
         trained_bytes = sum(p.numel() * sizes[p] for p in trained)
         buffers = sum(b.nbytes for b in model.buffers())
         frozen_bytes = int(sum(p.numel() * sizes[p] for p in parameters) - trained_bytes + buffers)
-        vision_layers = vision_memory.vision_layers(self.inner) if forward.is_vision_language_model(model) else ()
-        sharded = [*self.layers, *vision_layers]
+        vision_layers = vision_memory.vision_layers(self.inner) if forward.is_vision_language_model(model) else None
+        sharded = [*self.layers, *(vision_layers or ())]
         count = _count_parameters(model)
         gathered = count - sum(sorted(map(_count_parameters, sharded))[:-2])
         self.weights = Weights(frozen_bytes, trained_bytes, count, trained_count, gathered, quantized)
@@ -275,12 +275,14 @@ class Shapes:
     def image_bytes(self, batch: MicroBatch) -> tuple[int, int]:
         """Return the bytes of a batch's images with their features, and of an encoder layer without gradient."""
         count = self.count_features(batch)
-        return (int(count * self.vision.inputs), int(count * self.vision.layer)) if count and self.vision else (0, 0)
+        if not count or self.vision is None:
+            return 0, 0
+        return int(count * self.vision.input_and_feature_bytes), int(count * self.vision.bytes_per_layer)
 
     def encoder_bytes(self, batch: MicroBatch, every: int) -> int:
         """Return the bytes that a trained vision encoder saves for a batch. every: as in `training`."""
         count = self.count_features(batch)
-        return int(count * self.vision.saved(every)) if count and self.vision else 0
+        return int(count * self.vision.saved_bytes(every)) if count and self.vision else 0
 
     def training(self, every: int) -> tuple[int, int]:
         """Return the bytes that a forward saves, and the bytes that a layer's backward adds.

@@ -23,7 +23,9 @@ import yaml
 from models_for_tests import CONFIGS
 from tokenizers_for_tests import byte_tokenizer
 from training_for_tests import METHODS, names_where
-from vision_for_tests import config_of, pictures, processor_of
+from transformers.modeling_outputs import BaseModelOutput
+from transformers.models.siglip.modeling_siglip import SiglipEncoder
+from vision_for_tests import attach_image_reader, config_of, pictures, processor_of
 
 from hf_posttrain.batching.micro_batch import MicroBatch
 from hf_posttrain.check import memory
@@ -37,6 +39,8 @@ from hf_posttrain.check.placement import (
     model_bytes,
     state_bytes,
 )  # fmt: skip
+from hf_posttrain.check.vision_memory import measure_vision_memory
+from hf_posttrain.data.images import get_image_reader
 from hf_posttrain.data.lengths import longest_rows
 from hf_posttrain.errors import InputError
 from hf_posttrain.methods import METHODS as TABLE
@@ -379,6 +383,35 @@ def lengths(prompts, completions, references):
 
 
 WRITERS = dict.fromkeys(SEEING, write_seeing_recipe) | dict.fromkeys(ROUNDS, write_recipe_in_rounds)
+
+
+def vision_memory_of(change=lambda model: None):
+    """What is measured of Gemma 3's encoder on the meta device, after a change of the model."""
+    reader = get_image_reader(attach_image_reader(processor_of("gemma3")))
+    with torch.device("meta"):
+        model = tf.AutoModelForImageTextToText.from_config(config_of("gemma3"))
+    change(model)
+    return measure_vision_memory(model, reader, None)
+
+
+def test_a_layer_of_an_encoder_may_be_called_by_keyword(monkeypatch):
+    usual = vision_memory_of()
+    monkeypatch.setattr(SiglipEncoder, "forward", lambda encoder, inputs_embeds, **_: BaseModelOutput(
+        encoder.layers[0](hidden_states=inputs_embeds, attention_mask=None)))  # fmt: skip
+    assert vision_memory_of() == usual
+
+
+def test_encoders_that_do_not_fit_the_estimate_are_named(monkeypatch):
+    monkeypatch.setattr(SiglipEncoder, "forward", lambda _, inputs_embeds, **__: BaseModelOutput(inputs_embeds))
+    with pytest.raises(NotImplementedError, match="Gemma3ForConditionalGeneration ran 0 times instead of once"):
+        vision_memory_of()
+
+    def without_list(model):
+        encoder = next(module for module in model.modules() if isinstance(module, SiglipEncoder))
+        encoder.layers = torch.nn.Sequential(*encoder.layers)
+
+    with pytest.raises(NotImplementedError, match="Gemma3ForConditionalGeneration has no list of layers"):
+        vision_memory_of(without_list)
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak resident set from /proc")
