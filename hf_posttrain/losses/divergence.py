@@ -1,18 +1,17 @@
 """Divergences between two next-token distributions, with one value per token.
 
 q is the student's distribution, p the teacher's. Both arrive as log-probabilities [N, V] (`log_softmax` of the logits,
-in fp32), so that logits of any size and -inf padding stay finite. `names.py` lists the divergences that recipes can
-name.
+in fp32). The divergences are finite for logits of any size and for padded tokens, whose log-probability is -inf.
+`names.py` lists the divergences that recipes can name.
 
 Legend: N tokens, V vocabulary, K top tokens of the teacher.
 """
 
+import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
-
-from . import names
 
 
 def log_softmax(logits: Tensor) -> Tensor:
@@ -42,7 +41,7 @@ def reverse_kl(student: Tensor, teacher: Tensor) -> Tensor:
 def jsd(student: Tensor, teacher: Tensor, beta: float = 0.5) -> Tensor:
     """JSD = beta KL(p, m) + (1-beta) KL(q, m), m = beta p + (1-beta) q: GKD eq. 1 (arXiv 2306.13649). [N, V] -> [N].
 
-    The formula tends to 0 at both ends. As users of GKD expect, beta 0 gives forward KL and beta 1 reverse KL.
+    The formula is 0 at beta 0 and 1. As in TRL's GKD, these return the forward and reverse KL instead.
     """
     if beta == 0:
         return forward_kl(student, teacher)
@@ -68,56 +67,31 @@ def tvd(student: Tensor, teacher: Tensor) -> Tensor:
     return 0.5 * (teacher.exp() - student.exp()).abs().sum(-1)
 
 
-DIVERGENCES: dict[str, Callable[..., Tensor]] = {name: globals()[name] for name in names.DIVERGENCES}
+DIVERGENCES: dict[str, Callable[..., Tensor]] = {
+    "forward_kl": forward_kl,
+    "reverse_kl": reverse_kl,
+    "jsd": jsd,
+    "skew_forward_kl": skew_forward_kl,
+    "skew_reverse_kl": skew_reverse_kl,
+    "tvd": tvd,
+}
 
 
 def with_tail(top: Tensor) -> Tensor:
     """Append the log-probability of all other tokens to the log-probabilities of K tokens, [N, K] -> [N, K+1].
 
-    With it any divergence can be computed from a teacher's top K alone. The result is exact where K is V-1 or V.
+    With it any divergence can be computed from a teacher's top K alone. The result is exact if K is V-1 or V, except
+    that the probability of the tail is at least 1e-7.
     """
     tail = torch.log(-torch.expm1(top.logsumexp(-1, keepdim=True).clamp(max=-1e-7)))
     return torch.cat([top, tail], dim=-1)
 
 
-def positions_in_sequence(owner: Tensor) -> Tensor:
-    """Return the position of each token in its sequence, counted from 0, [N]. Nothing is read from the device.
-
-    Args:
-        owner: Sequence to which each token belongs, [N]. The tokens of a sequence are in order, and tokens of other
-            sequences may lie between them.
-    """
-    order = torch.argsort(owner, stable=True)
-    number = torch.arange(len(owner), device=owner.device)
-    begins = owner[order] != owner[order].roll(1)
-
-    positions = torch.empty_like(number)
-    positions[order] = number - (number * begins).cummax(0).values
-    return positions
-
-
-def pad_by_sequence(values: Tensor, owner: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Arrange values [N] as a table with one row per sequence, padded with 0 on the right.
-
-    Args:
-        values: One value per token, [N].
-        owner: As in `positions_in_sequence`, counted from 0.
-
-    Returns:
-        The table [sequences, longest sequence], and the indices of the N values in it.
-    """
-    indices = owner, positions_in_sequence(owner)
-    table = values.new_zeros([int(part.max()) + 1 if len(part) else 0 for part in indices])
-    table[indices] = values
-    return table, indices
-
-
 def _mix(first: Tensor, second: Tensor, weight: float) -> Tensor:
-    """Return ln(weight first + (1 - weight) second), [N, V]."""
-    w = torch.tensor(weight, dtype=torch.float64)
-    return torch.logaddexp(_finite(first) + w.log().item(), _finite(second) + torch.log1p(-w).item())
+    """Return ln(weight e^first + (1 - weight) e^second) of log-probabilities `first` and `second`, [N, V]."""
+    return torch.logaddexp(_finite(first) + math.log(weight), _finite(second) + math.log1p(-weight))
 
 
 def _finite(logps: Tensor) -> Tensor:
-    """Replace -inf by -1e30, which is still probability 0, but 0 times a difference is then 0 instead of NaN."""
+    """Replace -inf by -1e30, which is still probability 0, so that 0 * (ln p - ln q) is 0 and not NaN."""
     return logps.clamp(min=-1e30)

@@ -20,7 +20,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from .divergence import pad_by_sequence
+from ..batching.sequence_padding import pad_by_sequence
 
 
 @dataclass

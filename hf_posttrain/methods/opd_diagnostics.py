@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from transformers import TrainerState, TrainingArguments
 
+from ..batching.sequence_padding import positions_in_sequence
 from ..data.chat import special_ids
-from ..losses.divergence import positions_in_sequence
 from ..rollouts.batch import RolloutBatch
 from ..rollouts.interface import OnPolicyInterface
 from ..scoring.head import Tile, TileFunction

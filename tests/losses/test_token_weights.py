@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from hf_posttrain.losses.divergence import pad_by_sequence, positions_in_sequence
+from hf_posttrain.batching.sequence_padding import pad_by_sequence, positions_in_sequence
 from hf_posttrain.losses.token_weights import TOKEN_WEIGHTS, Tokens, normalized_weights
 from hf_posttrain.rollouts.options import TOKEN_WEIGHTS as OPTIONS
 

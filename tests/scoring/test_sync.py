@@ -18,7 +18,7 @@ from training_for_tests import METHODS, fix_rollouts, second_model, token_rows, 
 from transformers import TrainerCallback
 
 import hf_posttrain
-from hf_posttrain.losses.divergence import pad_by_sequence
+from hf_posttrain.batching.sequence_padding import pad_by_sequence
 from hf_posttrain.scoring import head
 
 PACKAGE = str(Path(hf_posttrain.__file__).parent)
