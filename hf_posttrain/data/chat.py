@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from ..errors import InputError, error_context, join_names, name_hint, short_repr
 from .images import MARK, get_image_reader
 from .messages import REASONING, Messages, call_names, check_unicode
-from .template import first_key_read, parse_template
+from .template import first_referenced_key, parse_template
 
 logger = logging.getLogger(__package__)
 
@@ -273,7 +273,7 @@ def pin_date(template: str) -> tuple[str, frozenset[str]]:
 @lru_cache(maxsize=32)
 def reasoning_key(template: str) -> str | None:
     """Return the key of a message from which a template reads the assistant's reasoning, or None if there is none."""
-    return first_key_read(template, REASONING)
+    return first_referenced_key(template, REASONING)
 
 
 @lru_cache(maxsize=32)

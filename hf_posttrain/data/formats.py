@@ -14,7 +14,7 @@ from . import chat
 from .images import MARK
 from .messages import Messages, check_unicode, clean_messages
 from .row_schema import OPTIONAL_COLUMNS, Reader
-from .template import switch_problem
+from .template import string_boolean_problem
 
 if TYPE_CHECKING:
     from .dataset_type import AnyDataset
@@ -313,7 +313,7 @@ def read_template_kwargs(value: object) -> dict:
     if not isinstance(value, dict):
         raise InputError(f"expected a mapping of options for the chat template, found {short_repr(value)}")
     chat.check_reserved_options(value)
-    if problem := switch_problem(value):
+    if problem := string_boolean_problem(value):
         raise InputError(problem)
     return {name: option for name, option in value.items() if option is not None}
 

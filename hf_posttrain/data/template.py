@@ -31,16 +31,24 @@ def parse_template(template: str) -> "nodes.Template":
     return Environment(extensions=["jinja2.ext.loopcontrols"]).parse(GENERATION_TAG.sub("", template))
 
 
-def first_key_read(template: str, names: Sequence[str]) -> str | None:
-    """Return the first of these names that a template reads as a key or attribute, or None."""
+def first_referenced_key(template: str, names: Sequence[str]) -> str | None:
+    """Return the first of these names that a template reads as an attribute, as a subscript or by `get`, or None.
+
+    Names that are compared with values, as in `role == 'thinking'`, are not read.
+    """
     from jinja2 import nodes
 
     tree = parse_template(template)
-    keys = {node.attr for node in tree.find_all(nodes.Getattr)} | {node.value for node in tree.find_all(nodes.Const)}
+    keys = {node.attr for node in tree.find_all(nodes.Getattr)}
+    arguments = [node.arg for node in tree.find_all(nodes.Getitem)]
+    for call in tree.find_all(nodes.Call):
+        if isinstance(call.node, nodes.Getattr) and call.node.attr == "get":
+            arguments += call.args[:1]
+    keys |= {argument.value for argument in arguments if isinstance(argument, nodes.Const)}
     return next((name for name in names if name in keys), None)
 
 
-def find_switches(template: str) -> list[str]:
+def find_template_options(template: str) -> list[str]:
     """Return the names of the options that a template reads, such as `enable_thinking`.
 
     These are the variables that neither transformers and Jinja nor the template itself define.
@@ -48,14 +56,15 @@ def find_switches(template: str) -> list[str]:
     from jinja2 import meta, nodes
 
     tree = parse_template(template)
+    # An assigned variable is local, unless a test such as `is defined` shows that the assignment is only a default.
     assigned = {node.name for node in tree.find_all(nodes.Name) if node.ctx == "store"}
     tested = {node.name for test in tree.find_all(nodes.Test) for node in test.find_all(nodes.Name)}
     variables = meta.find_undeclared_variables(tree) - (assigned - tested) - _BUILTIN_NAMES
     return sorted(name for name in variables if not name.endswith("_token"))
 
 
-def switch_problem(options: Mapping[str, Any]) -> str | None:
-    """Return the problem with template options if one of them is a truth value as text, otherwise None."""
+def string_boolean_problem(options: Mapping[str, Any]) -> str | None:
+    """Return the problem with template options if one is a boolean written as a string, such as 'false', or None."""
     for name, value in options.items():
         if isinstance(value, str) and value.lower() in ("yes", "no", "on", "off", "true", "false"):
             return f"{name}: {value!r} is a string, which templates treat as true. Write true or false without quotes"

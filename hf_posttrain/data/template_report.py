@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 from ..errors import InputError, join_names, short_repr
 from . import chat
 from .messages import Messages
-from .template import find_switches
+from .template import find_template_options
 
 _USER, _SECOND, _ANSWER, _LATER, _SYSTEM, _THOUGHT, _ARGUMENT = (f"sentinel{n}" for n in range(7))
 _MERGE_SYSTEM = "Write their text at the beginning of the first user turn"
@@ -128,5 +128,5 @@ def _describe_text(tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
         yield f"it strips white space around {join_names(stripped)}"
     if dates := chat.pin_date(template)[1]:
         yield f"it writes today's date, which is always {min(dates)} here"
-    if switches := find_switches(template):
-        yield f"it reads these options from `chat_template_kwargs`: {join_names(switches)}"
+    if template_options := find_template_options(template):
+        yield f"it reads these options from `chat_template_kwargs`: {join_names(template_options)}"

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from ..capabilities import Feature, conflict_message, conflicts, option_features
-from ..data.template import switch_problem
+from ..data.template import string_boolean_problem
 from ..errors import InputError, name_hint
 from ..monitoring import symptoms
 from ..options import OptionValues
@@ -131,8 +131,8 @@ def value_problems(values: OptionValues) -> Iterator[Problem]:
     if getattr(values.lr_scheduler_type, "value", values.lr_scheduler_type) == "constant" and values.warmup_steps:
         problem = "warmup_steps cannot be combined with lr_scheduler_type: constant. Use constant_with_warmup"
         yield ("warmup_steps", "lr_scheduler_type"), problem
-    if switch := switch_problem(values.chat_template_kwargs or {}):
-        yield ("chat_template_kwargs",), f"chat_template_kwargs: {switch}"
+    if option_problem := string_boolean_problem(values.chat_template_kwargs or {}):
+        yield ("chat_template_kwargs",), f"chat_template_kwargs: {option_problem}"
     for name, (off, reason) in _UNSUPPORTED.items():
         if (value := getattr(values, name, None)) not in (off, None):
             yield (name,), f"{name}={value!r} is not supported: {reason}"

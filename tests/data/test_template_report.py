@@ -3,7 +3,7 @@
 import pytest
 from templates_for_tests import FAMILIES, family_tokenizer
 
-from hf_posttrain.data.template import find_switches
+from hf_posttrain.data.template import find_template_options, first_referenced_key
 from hf_posttrain.data.template_report import describe_template
 
 ODD = {
@@ -57,8 +57,18 @@ def test_a_template_that_opens_a_thought_writes_the_date_or_drops_turns():
     assert changed(None).startswith("there is none")
 
 
+def test_a_key_is_read_as_attribute_subscript_or_by_get_and_not_compared():
+    names = ["thinking", "reasoning"]
+    for read in ("message.thinking", "message['thinking']", "message.get('thinking')", "(message.x or m).thinking"):
+        assert first_referenced_key(f"{{{{ {read} }}}}", names) == "thinking"
+    for other in ("role == 'thinking'", "'thinking' in message", "m.get('x', 'thinking')", "m[1:]", "thinking"):
+        assert first_referenced_key(f"{{% if {other} %}}{{% endif %}}", names) is None
+    assert first_referenced_key("{% if role == 'thinking' %}{{ m.reasoning }}{% endif %}", names) == "reasoning"
+
+
 def test_switches_are_what_is_read_and_not_set():
     given = "{{ messages }}{{ bos_token }}{% set x = 1 %}{{ x }}"
-    assert find_switches("{% if enable_thinking %}x{% endif %}" + given) == ["enable_thinking"]
-    assert find_switches("{% if not day is defined %}{% set day = 'x' %}{% endif %}{{ day }}") == ["day"]
-    assert find_switches("{% for m in messages %}{% if m %}{% set last = m %}{% endif %}{{ last }}{% endfor %}") == []
+    assert find_template_options("{% if enable_thinking %}x{% endif %}" + given) == ["enable_thinking"]
+    assert find_template_options("{% if not day is defined %}{% set day = 'x' %}{% endif %}{{ day }}") == ["day"]
+    found = "{% for m in messages %}{% if m %}{% set last = m %}{% endif %}{{ last }}{% endfor %}"
+    assert find_template_options(found) == []
