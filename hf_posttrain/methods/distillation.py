@@ -224,7 +224,7 @@ class DistillationTrainer(PostTrainer):
         # With another tokenizer the loss of a token depends on other tokens, so it is not a multiple of its own weight.
         weights = None if isinstance(signal, Chunked) else weights
         scores = self.score(model, batch, tile, weights)
-        return objective.complete(scores, signal), signal
+        return objective.to_token_losses(scores, signal), signal
 
     def teacher_metrics(
         self,

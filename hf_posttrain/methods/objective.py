@@ -4,8 +4,8 @@
     PolicyGradient    -sg(A) ln q of the sampled tokens, A = ln p - ln q
 
 q is the distribution of the student and p that of the teacher, both at the temperature of the request. `tile` returns
-the tile function for `PostTrainer.score`. `complete` converts its scores to the loss of each token, which differs from
-`value` only for a teacher with another tokenizer, which is compared by chunks of text.
+the tile function for `PostTrainer.score`. `to_token_losses` turns the scores into per-token losses. It is the identity
+unless the teacher has another tokenizer.
 
 Legend: N scored tokens.
 """
@@ -40,7 +40,7 @@ class Objective(Protocol):
         """Return the tile function of a batch."""
         ...
 
-    def complete(self, scores: Scores, signal: TeacherSignal) -> Scores:
+    def to_token_losses(self, scores: Scores, signal: TeacherSignal) -> Scores:
         """Return the scores with the loss of each token as `value`."""
         ...
 
@@ -53,7 +53,7 @@ class Divergence:
     request: Request
     ce_coef: float = 0.0  # weight of the cross-entropy of the targets in the loss
     on_policy: bool = False  # the targets were sampled from the student
-    unbiased_remainder: bool = False  # estimate tokens outside the top k by the sampled token
+    unbiased_remainder: bool = False  # estimate the tail outside the top k without bias, from the sampled token
 
     def tile(self, signal: TeacherSignal, batch: DistillationBatch) -> TileFunction:
         """Return the tile function of a batch."""
@@ -63,13 +63,14 @@ class Divergence:
         if isinstance(signal, Chunked):
             tile = cross_tokenizer_tile(signal, self.function, tokens, request.temperature, self.ce_coef)
             return request.eos.wrap(tile)
-        # with merged EOS ids the cross-entropy uses the targets before merging, and is added below
+        # With merged EOS ids, CE is computed on the unmerged targets and added at the end.
         ce_coef = 0.0 if request.eos else self.ce_coef
         if isinstance(signal, Dense):
             tile = teacher_tiles.dense_divergence(self.function, signal.logits, tokens, request.temperature, ce_coef)
         elif isinstance(signal, TopK):
             top = signal.ids, signal.logps, tokens, request.temperature, request.vocabulary
             if self.unbiased_remainder and signal.targets is not None:
+                assert ce_coef == 0, "the residual estimate has no cross-entropy"
                 tile = residual_reverse_kl(*top, teacher=signal.targets)
             else:
                 tile = top_k_divergence(self.function, *top, ce_coef=ce_coef, teacher=signal.targets)
@@ -78,14 +79,15 @@ class Divergence:
         tile = request.eos.wrap(tile)
         return teacher_tiles.add_cross_entropy(tile, targets, self.ce_coef) if request.eos else tile
 
-    def complete(self, scores: Scores, signal: TeacherSignal) -> Scores:
+    def to_token_losses(self, scores: Scores, signal: TeacherSignal) -> Scores:
         """Return the scores with the loss of each token as `value`."""
         if not isinstance(signal, Chunked):
             return scores
         if self.on_policy:
-            return _on_rollouts(scores, Chunks.from_signal(signal, scores.student))
+            return _rollout_scores(scores, Chunks.from_signal(signal, scores.student))
         alone = scores.alone > 0
-        # The value of a token that is not compared alone is its ln q, which gives both terms of the loss.
+        # For a token in a multi-token chunk, `value` is ln q. Both the chunk divergence and the CE are computed from
+        # it.
         chunks = Chunks.from_signal(signal, torch.where(alone, scores.student, scores.value))
         chunk_divergence = chunks.on_data(self.function)
         mixed = (1 - self.ce_coef) * chunk_divergence - self.ce_coef * scores.value
@@ -123,15 +125,15 @@ class PolicyGradient:
         )
         return self.request.eos.wrap(tile)
 
-    def complete(self, scores: Scores, signal: TeacherSignal) -> Scores:
+    def to_token_losses(self, scores: Scores, signal: TeacherSignal) -> Scores:
         """Return the scores with the loss of each token as `value`."""
         if not isinstance(signal, Chunked):
             return scores
         chunks = Chunks.from_signal(signal, scores.student)
-        return _on_rollouts(scores, chunks).replace(value=-chunks.credit * scores.value)
+        return _rollout_scores(scores, chunks).replace(value=-chunks.credit * scores.value)
 
 
-def _on_rollouts(scores: Scores, chunks: Chunks) -> Scores:
+def _rollout_scores(scores: Scores, chunks: Chunks) -> Scores:
     """Return the scores of sampled tokens that are compared by chunks."""
     value, divergence = chunks.on_rollouts(scores.value, scores.alone > 0)
     return scores.replace(value=value, divergence=divergence, teacher=scores.student + chunks.gap)
