@@ -22,7 +22,7 @@ from transformers.utils import ModelOutput
 from ..batching.micro_batch import MicroBatch
 from ..errors import InputError
 from . import attention, recurrent_segments, rotary
-from .adapted_head import score_tokens_through
+from .adapted_head import score_tokens_checkpointed
 from .head import LinearHead, LogitTransform, TileFunction, score_tokens
 from .vision_inputs import zero_with_grad
 
@@ -71,7 +71,7 @@ class LMHead:
         if (head := self.linear) is not None:
             return score_tokens(head, hidden, tile, weights)
         vocabulary = getattr(self.module, "out_features", hidden.shape[-1])
-        return score_tokens_through(self.logits, hidden, tile, vocabulary)
+        return score_tokens_checkpointed(self.logits, hidden, tile, vocabulary)
 
 
 Scorer = Callable[[LMHead, Tensor], dict[str, Tensor]]

@@ -9,7 +9,7 @@ from hf_posttrain.losses.divergence import DIVERGENCES, reverse_kl, with_tail
 from hf_posttrain.methods import opd_diagnostics
 from hf_posttrain.scoring import head as H
 from hf_posttrain.scoring import teacher_tiles as distill
-from hf_posttrain.scoring.adapted_head import score_tokens_through
+from hf_posttrain.scoring.adapted_head import score_tokens_checkpointed
 from hf_posttrain.scoring.forward import LMHead
 from hf_posttrain.scoring.head import LogitTransform, LogProb
 from hf_posttrain.scoring.policy_gradient import SampledPolicyGradient
@@ -164,7 +164,7 @@ def test_tiles_behind_an_adapted_head_are_float32_under_autocast():
     teacher = TeacherStates(LMHead(nn.Identity(), lambda logits: logits, H.LogitTransform()), torch.randn(N, V))
     tile = distill.dense_divergence(DIVERGENCES["forward_kl"], teacher, targets, 1.0, 0.0)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        through, stats = score_tokens_through(lambda part: H.LogitTransform()(part @ weight.T), hidden, tile, V)
+        through, stats = score_tokens_checkpointed(lambda part: H.LogitTransform()(part @ weight.T), hidden, tile, V)
         plain, others = H.score_tokens(H.LinearHead(weight, None), hidden, tile)
     torch.testing.assert_close(through, plain)
     torch.testing.assert_close(stats, others)
@@ -191,13 +191,36 @@ def test_module_path_equals_plain_head(small_tiles):
     module.weight.data, module.bias.data = weight.detach(), bias.detach()
     expected = plain_logps(hidden, weight, bias, targets, H.LogitTransform(scale=2.0))
     logits_of = lambda part: H.LogitTransform(scale=2.0)(module(part))  # noqa: E731
-    values, stats = score_tokens_through(logits_of, hidden, LogProb(targets, stats=True), V)
+    values, stats = score_tokens_checkpointed(logits_of, hidden, LogProb(targets, stats=True), V)
     torch.testing.assert_close(values, expected)
     assert set(stats) == {"entropy", "correct"}
     torch.testing.assert_close(
         torch.autograd.grad(values.sum(), (hidden, module.weight)),
         torch.autograd.grad(expected.sum(), (hidden, weight)),
     )
+
+
+@pytest.mark.parametrize("by_autograd", [False, True])
+def test_a_checkpointed_tile_computes_its_gradient_in_the_backward_alone(by_autograd, small_tiles):
+    """A tile function with autograd of its own saves tensors, which the checkpoint around it must not count."""
+    hidden, weight, bias, targets = tensors()
+    squares = distill.autograd_tile(
+        lambda logits, rows: (logits.log_softmax(-1).gather(-1, targets[rows, None])[:, 0].square(), {})
+    )
+    inner, asked = squares if by_autograd else LogProb(targets), []
+    tile = lambda logits, rows, grad, buffer: asked.append(grad) or inner(logits, rows, grad, buffer)  # noqa: E731
+    compute_logits = lambda part: H.LogitTransform(softcap=5.0)(part @ weight.T + bias)  # noqa: E731
+    values, _ = score_tokens_checkpointed(compute_logits, hidden, tile, V)
+    count = len(asked)
+    logps = plain_logps(hidden, weight, bias, targets, H.LogitTransform(softcap=5.0))
+    expected = logps.square() if by_autograd else logps
+    torch.testing.assert_close(values, expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(values.sum(), (hidden, weight, bias)),
+        torch.autograd.grad(expected.sum(), (hidden, weight, bias)),
+    )
+    assert count > 1
+    assert asked == [False] * count + [True] * count
 
 
 def test_broken_promise_is_an_error():
