@@ -1,9 +1,10 @@
-"""Contrastive preference optimisation: a preference loss without a reference, plus the NLL of the chosen answer.
+"""Contrastive preference optimization: a preference loss without a reference, plus the NLL of the chosen answer.
 
-    loss = mean over pairs of  -log s(beta (log pi(chosen) - log pi(rejected)))  +  cpo_alpha * NLL(chosen) / |chosen|
+    loss = mean over pairs of  -log s(beta (log pi(chosen) - log pi(rejected))) - cpo_alpha * log pi(chosen) / |chosen|
 
-Log-probabilities are sums over trained tokens. The second term keeps the chosen answers likely. Source: Xu et al. 2024
-(arXiv 2401.08417). The NLL is the mean per token, as in the authors' code.
+Log-probabilities are sums over trained tokens. The second term is the mean NLL per token. It keeps the chosen answers
+likely. Source: Xu et al. 2024 (arXiv 2401.08417). The authors' code (ALMA) and TRL average the NLL over all chosen
+tokens of a micro-batch. Here it is the mean of per-pair means, so that each pair has the same weight.
 """
 
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 from ..batching.micro_batch import MicroBatch
-from ..losses.preference import PAIRED, PairedOptions, Pairs
+from ..losses.preference import PairedOptions, Pairs, sft, sigmoid
 from ..options import option
 from ..scoring.head import LogProb
 from ..trainer.base import PostTrainer
@@ -51,7 +52,7 @@ class CPOConfig(PostTrainConfig):
 
 
 class CPOTrainer(PostTrainer):
-    """Trainer for contrastive preference optimisation (CPO) of a causal language model.
+    """Trainer for contrastive preference optimization (CPO) of a causal language model.
 
     Rows have `prompt`, `chosen` and `rejected`. The trainer takes the arguments of `PostTrainer`. `compute_metrics`
     receives as predictions the log-probabilities [B, 2] (chosen, rejected), and as label_ids the numbers of trained
@@ -85,11 +86,13 @@ class CPOTrainer(PostTrainer):
         logps = batch.per_branch(scores.value).view(-1, 2)
         lengths = batch.per_branch(torch.ones_like(scores.value)).view(-1, 2)
 
-        # the loss of DPO with a reference under which all answers have the same probability
+        # DPO with a constant reference: ref_logps = 0.
         pairs = Pairs(logps, torch.zeros_like(logps), lengths)
         options = PairedOptions(self.args.beta)
-        nll = PAIRED["sft"](pairs, options)
-        values = PAIRED["sigmoid"](pairs, options) + self.args.cpo_alpha * nll
-        chosen, rejected = (self.args.beta * logps.detach()).unbind(1)
-        metrics = pair_metrics(chosen, rejected, logps.detach()) | {"nll_loss": (nll, None)}
-        return Losses(values, self.weights(batch), metrics, scores.router_logits, logps.detach(), lengths)
+        nll = sft(pairs, options)
+        values = sigmoid(pairs, options) + self.args.cpo_alpha * nll
+
+        predictions = logps.detach()
+        chosen_rewards, rejected_rewards = (self.args.beta * predictions).unbind(1)
+        metrics = pair_metrics(chosen_rewards, rejected_rewards, predictions) | {"nll_loss": (nll.detach(), None)}
+        return Losses(values, self.weights(batch), metrics, scores.router_logits, predictions, lengths)

@@ -1,10 +1,10 @@
 """Direct preference optimisation and related losses of preference pairs.
 
     a = log pi(chosen) - log ref(chosen),  c = the same for the rejected answer, summed over trained tokens
-    loss = mean over pairs of  sum_i loss_weights_i * loss_type_i(a, c, lengths)  + nll_coef * NLL(chosen) / |chosen|
+    loss = mean over pairs of  sum_i loss_weights_i * loss_type_i(a, c, lengths)  - nll_coef * log pi(chosen) / |chosen|
 
 Both answers of a pair are scored in one forward pass. The losses are defined in `losses.preference`. By default the
-reference is the policy at the time when the trainer is built.
+reference is a frozen copy of the initial policy.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..batching.micro_batch import MicroBatch
 from ..errors import InputError
 from ..losses.names import SIMPO_GAMMA
-from ..losses.preference import PAIRED, PairedOptions, Pairs
+from ..losses.preference import PAIRED, PairedOptions, Pairs, sft
 from ..models.reference import make_reference
 from ..monitoring.symptoms import as_list
 from ..options import option
@@ -26,7 +26,7 @@ from ..trainer.base import PostTrainer
 from ..trainer.config import ReferenceOptions
 from ..trainer.loss_output import Losses
 from . import METHODS
-from .rules import REFERENCE_FREE_LOSSES
+from .rules import REFERENCE_FREE_LOSSES, no_reference
 
 
 @dataclass
@@ -81,6 +81,11 @@ class DPOConfig(ReferenceOptions):
         if self.beta is None:
             self.beta = 2.0 if "simpo" in self.loss_type else 0.1
 
+    @property
+    def uses_reference(self) -> bool:
+        """Return whether a loss in `loss_type` uses a reference."""
+        return not {*as_list(self.loss_type)} <= REFERENCE_FREE_LOSSES
+
 
 def pair_examples(row: dict[str, Any]) -> list[Example]:
     """Return the example of a row, a prompt whose two branches are the chosen and the rejected answer."""
@@ -95,7 +100,7 @@ class DPOTrainer(PostTrainer):
 
     Args:
         *args: Positional arguments of `PostTrainer`.
-        ref_model: Reference model, or its name or folder. None means the policy at the time when the trainer is built.
+        ref_model: Reference model, or its name or folder. None means a frozen copy of the initial policy.
         **kwargs: Keyword arguments of `PostTrainer`.
 
     Raises:
@@ -124,16 +129,16 @@ class DPOTrainer(PostTrainer):
     examples = staticmethod(pair_examples)
 
     def __init__(self, *args: Any, ref_model: nn.Module | str | None = None, **kwargs: Any) -> None:
+        # Before the model is loaded and the data are prepared. Without a Config, the default loss uses a reference.
+        config = kwargs.get("args", args[1] if len(args) > 1 else None)
+        if ref_model is not None and isinstance(config, DPOConfig) and not config.uses_reference:
+            raise InputError(f"ref_model has no effect: {no_reference(as_list(config.loss_type))}. Remove ref_model")
         super().__init__(*args, **kwargs)
-        needs_reference = not {*self.args.loss_type} <= REFERENCE_FREE_LOSSES
-        if ref_model is not None and not needs_reference:
-            problem = f"loss_type {', '.join(self.args.loss_type)} does not use a reference"
-            raise InputError(f"{problem}. Remove ref_model")
-        self.reference = make_reference(self, ref_model) if needs_reference else None
+        self.reference = make_reference(self, ref_model) if self.args.uses_reference else None
 
     def losses(self, model: nn.Module, batch: MicroBatch) -> Losses:
         """Return the loss of each pair, [B]."""
-        # The reference scores first, while no activations of the policy are in memory for the backward.
+        # Score the reference first, before the policy's activations are kept for the backward pass.
         zeros = torch.zeros_like(batch.row, dtype=torch.float32).view(-1, 2)
         ref_logps = self.reference.logps(model, batch) if self.reference else zeros
         scores = self.score(model, batch, LogProb(batch.targets))
@@ -148,21 +153,26 @@ class DPOTrainer(PostTrainer):
         weights = args.loss_weights or [1.0] * len(args.loss_type)
         terms = [weight * PAIRED[name](pairs, options) for name, weight in zip(args.loss_type, weights, strict=True)]
         if args.nll_coef:
-            terms.append(args.nll_coef * PAIRED["sft"](pairs, options))
+            terms.append(args.nll_coef * sft(pairs, options))
         predictions = torch.cat([logps, ref_logps], dim=1).detach()
         router_logits = scores.router_logits
         values = torch.stack(terms).sum(0)
-        return Losses(values, self.weights(batch), self._metrics(pairs), router_logits, predictions, lengths)
+        metrics = self._metrics(Pairs(logps.detach(), ref_logps, lengths))
+        return Losses(values, self.weights(batch), metrics, router_logits, predictions, lengths)
 
     def _metrics(self, pairs: Pairs) -> dict[str, tuple[Tensor, None]]:
-        """Return the metrics of pairs.
+        """Return the metrics of pairs without gradient.
 
-        The implicit rewards are beta a and beta c, or without a reference beta times the mean log-probability.
+        The implicit rewards are beta times the log-ratios to the reference. Without a reference, they are beta times
+        the mean log-probability per token.
         """
-        a, c = pairs.log_ratios
-        chosen, rejected = (self.args.beta * ratio.detach() for ratio in ((a, c) if self.reference else pairs.means))
-        change = {"logps/chosen_change": (a, None)} if self.reference else {}
-        return pair_metrics(chosen, rejected, pairs.logps) | change
+        beta = self.args.beta
+        if self.reference is None:
+            chosen_means, rejected_means = pairs.means
+            return pair_metrics(beta * chosen_means, beta * rejected_means, pairs.logps)
+        chosen_logratios, rejected_logratios = pairs.log_ratios
+        metrics = pair_metrics(beta * chosen_logratios, beta * rejected_logratios, pairs.logps)
+        return metrics | {"logps/chosen_change": (chosen_logratios, None)}
 
 
 def pair_metrics(chosen: Tensor, rejected: Tensor, logps: Tensor) -> dict[str, tuple[Tensor, None]]:

@@ -4,6 +4,7 @@ import copy
 import json
 import logging
 import math
+import re
 from functools import partial
 
 import datasets
@@ -18,6 +19,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from training_for_tests import LORA, names_where, token_rows, trainer_for
 
 import hf_posttrain
+from hf_posttrain import DPOConfig, DPOTrainer
 from hf_posttrain.errors import InputError
 from hf_posttrain.methods import METHODS as TABLE
 from hf_posttrain.models import score_cache
@@ -364,8 +366,14 @@ def test_reference_free_losses_keep_no_reference(loss_type, tmp_path):
     assert trainer.reference is None
     trainer.train()
     assert trainer.args.beta == (2.0 if loss_type == "simpo" else 0.1)
-    with pytest.raises(InputError, match="does not use a reference"):
+    problem = f"ref_model has no effect: loss_type {loss_type} does not use a reference. Remove ref_model"
+    with pytest.raises(InputError, match=f"^{re.escape(problem)}$"):
         trainer_for("dpo", tiny_model(), token_rows("dpo"), tmp_path, loss_type=loss_type, second=tiny_model())
+    config = DPOConfig(output_dir=str(tmp_path), use_cpu=True, loss_type=loss_type)
+    with pytest.raises(InputError, match=f"^{re.escape(problem)}$"):  # before anything is loaded
+        DPOTrainer("no/such/model", args=config, train_dataset=token_rows("dpo"), ref_model="nowhere")
+    with pytest.raises(InputError, match=f"^{re.escape(problem)}$"):
+        DPOTrainer("no/such/model", config, train_dataset=token_rows("dpo"), ref_model="nowhere")
 
 
 def test_losses_combine_with_weights(tmp_path):
