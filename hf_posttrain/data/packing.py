@@ -28,10 +28,12 @@ def pack(rows: datasets.Dataset, max_length: int, name: str = "train") -> datase
         are in the order of their first examples.
 
     Raises:
-        InputError: If an example is longer than `max_length`.
+        InputError: If an example is longer than `max_length`, or if there are no rows.
     """
     if isinstance(rows.features["completion_ids"].feature, datasets.List):
         return rows
+    if not len(rows):
+        raise InputError(f"{name}: the data set has no rows to pack")
     lengths = example_lengths(rows, ["completion_ids"])
     if (longest := int(lengths.max())) > max_length:
         raise InputError(f"{name}, row {lengths.argmax()}: {longest} tokens do not fit into a row of {max_length}")
@@ -44,8 +46,9 @@ def pack(rows: datasets.Dataset, max_length: int, name: str = "train") -> datase
     logger.info("%s: %d examples packed into %d rows, %.1f %% full", name, len(rows), len(bins), fill_percent)
     arguments = {
         "rows": examples,
+        # tuple: `datasets` would shard a list across workers
         "bins": tuple(bins),
-    }  # a tuple, since `datasets` takes the items of a list for shards
+    }
     return datasets.Dataset.from_generator(_gather, features=features, gen_kwargs=arguments)
 
 
@@ -55,24 +58,24 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     Each item takes one binary search among the distinct amounts of free space.
     """
     bins: list[list[int]] = []
-    free_sizes: list[int] = []  # distinct amounts of free space, sorted
+    distinct_free_space: list[int] = []  # of all bins, sorted
     bins_by_free: dict[int, list[int]] = defaultdict(list)  # free space -> bins
     for item in np.argsort(-np.asarray(lengths), kind="stable").tolist():
-        position = bisect_left(free_sizes, lengths[item])
-        if position == len(free_sizes):  # no bin has enough space
+        position = bisect_left(distinct_free_space, lengths[item])
+        if position == len(distinct_free_space):  # no bin has enough space
             free = capacity
             chosen = len(bins)
             bins.append([])
         else:
-            free = free_sizes[position]
+            free = distinct_free_space[position]
             chosen = bins_by_free[free].pop()
             if not bins_by_free[free]:
-                del free_sizes[position]
+                del distinct_free_space[position]
         bins[chosen].append(item)
 
         free -= lengths[item]
         if not bins_by_free[free]:
-            insort(free_sizes, free)
+            insort(distinct_free_space, free)
         bins_by_free[free].append(chosen)
     return sorted(sorted(items) for items in bins)
 
@@ -106,7 +109,8 @@ def example_lengths(rows: datasets.Dataset, answers: Sequence[str]) -> np.ndarra
     return prompts + np.max([column_lengths(rows, column) for column in answers], axis=0) if answers else prompts
 
 
-# `datasets` caches packed rows by the name and the parameters of this function
+# `datasets` caches packed rows by the name and the parameters of this function. Rename it when its output changes, or
+# stale caches are reused.
 def _gather(rows: datasets.Dataset, bins: tuple[list[int], ...]) -> Iterator[dict[str, Any]]:
     for index, items in enumerate(bins):
         yield {"index": index, **rows[items]}

@@ -93,6 +93,11 @@ def test_training_rows_are_packed_and_evaluation_rows_are_not(tmp_path):
     assert batch["row"].tolist() == [0] * len(trainer.train_dataset[1]["prompt_ids"])  # its examples are one row
 
 
+def test_no_rows_are_not_packed():
+    with pytest.raises(InputError, match="^mine: the data set has no rows to pack$"):
+        pack(indexed(token_rows("sft")).select([]), 40, "mine")
+
+
 def test_streams_are_not_packed(tmp_path):
     stream = token_rows("sft").to_iterable_dataset()
     assert isinstance(stream, datasets.IterableDataset)
