@@ -94,7 +94,7 @@ def test_training_rows_are_packed_and_evaluation_rows_are_not(tmp_path):
 
 
 def test_no_rows_are_not_packed():
-    with pytest.raises(InputError, match="^mine: the data set has no rows to pack$"):
+    with pytest.raises(InputError, match=r"^mine: the data set has no rows to pack$"):
         pack(indexed(token_rows("sft")).select([]), 40, "mine")
 
 
