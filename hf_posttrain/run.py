@@ -116,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return report_crash(error, folder)
 
 
-class LabelledFormatter(logging.Formatter):
+class LabeledFormatter(logging.Formatter):
     """Formatter that labels the warnings of this package, in yellow on a terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -131,7 +131,7 @@ class LabelledFormatter(logging.Formatter):
 def set_up_messages() -> None:
     """Log to stderr with labels, and filter messages of other packages that users cannot act on."""
     handler = logging.StreamHandler()
-    handler.setFormatter(LabelledFormatter())
+    handler.setFormatter(LabeledFormatter())
     logging.basicConfig(handlers=[handler])
     for pattern in (".*pin_memory.*no accelerator", ".*is_gradient_checkpointing"):
         warnings.filterwarnings("ignore", message=pattern)

@@ -105,15 +105,15 @@ class Check:
         content = {"status": self.status, "warnings": self.warnings} | dataclasses.asdict(self)
         return json.dumps(json.loads(json.dumps(content, default=str), parse_constant=lambda _: None), indent=2)
 
-    def text(self, colour: bool) -> str:
+    def text(self, color: bool) -> str:
         """Return the page that --check prints.
 
-        colour: whether it is for a terminal. Otherwise trained tokens are in [[double brackets]].
+        color: whether it is for a terminal. Otherwise trained tokens are in [[double brackets]].
         """
         from .token_preview import BOLD, PLAIN, RED, YELLOW
 
         def paint(text: str, code: str) -> str:
-            return f"{code}{text}{PLAIN}" if colour else text
+            return f"{code}{text}{PLAIN}" if color else text
 
         # title and lines of each section
         sections: list[tuple[str, Iterable[str]]] = [
@@ -131,7 +131,7 @@ class Check:
         sections += [(f"Data: {audit.name}", audit.lines()) for audit in self.data.values()]
         sections.append(("Tokens", self.tokens.lines()))
         for sample in self.tokens.samples:
-            sections.append((sample.title(), [*sample.lines(colour), f"boundary: {sample.boundary}"]))
+            sections.append((sample.title(), [*sample.lines(color), f"boundary: {sample.boundary}"]))
         sections += [("Plan", self.plan.lines()), ("Memory", self.memory.lines())]
         sections += [("Probe", self.probe.lines())] if self.probe else []
 

@@ -115,7 +115,7 @@ class Weights:
     gathered: int = (
         0  # largest number that is whole at once if an engine shards them: outside of layers, and two layers
     )
-    quantised: bool = False  # whether the frozen ones are quantized, so that no engine casts them
+    quantized: bool = False  # whether the frozen ones are quantized, so that no engine casts them
 
 
 def state_bytes(optim: object, weights: Weights) -> int:
@@ -147,7 +147,7 @@ def model_bytes(engine: Engine, weights: Weights, optim: object, mixed: bool) ->
     if engine.name == "ddp":
         gradients *= 2  # communication buckets have the same size
     if engine.name.startswith("zero"):
-        frozen = weights.frozen if weights.quantised else (weights.numbers - weights.trained_numbers) * size
+        frozen = weights.frozen if weights.quantized else (weights.numbers - weights.trained_numbers) * size
         gradients = weights.trained_numbers * size
         parameters = frozen + gradients
         optimizer = optimizer + weights.trained_numbers * 4  # float32 copies that the optimizer updates

@@ -63,7 +63,7 @@ class Sample:
 
     source: str  # the key of the recipe and its file
     row: int  # number among the audited examples of the source, from 0
-    label: bool | None  # whether a labelled answer is desirable
+    label: bool | None  # whether a labeled answer is desirable
     pieces: list[Piece]  # the prompt, then every answer
     read_by_teacher: str | None = None  # input of the teacher in place of the prompt, if it differs
 
@@ -84,17 +84,17 @@ class Sample:
         total = sum(piece.tokens for piece in self.pieces)
         return f"Sample: {self.source}, example {self.row}{label} ({trained} of {total} tokens trained)"
 
-    def lines(self, colour: bool) -> list[str]:
+    def lines(self, color: bool) -> list[str]:
         """Return the lines of the sample.
 
-        The prompt and a single answer are one text, and several answers are on separate lines. colour: as in
+        The prompt and a single answer are one text, and several answers are on separate lines. color: as in
         `mark_trained`.
         """
         answers = dict.fromkeys(piece.role for piece in self.pieces if piece.role != "prompt")
         paired = answers if len(answers) > 1 else {}
-        text = mark_trained([piece for piece in self.pieces if piece.role not in paired], colour)
+        text = mark_trained([piece for piece in self.pieces if piece.role not in paired], color)
         for role in paired:
-            text += f"\n{role}: {mark_trained([piece for piece in self.pieces if piece.role == role], colour)}"
+            text += f"\n{role}: {mark_trained([piece for piece in self.pieces if piece.role == role], color)}"
         if self.read_by_teacher is not None:
             text += f"\nthe teacher reads: {self.read_by_teacher}"
         return text.split("\n")
@@ -204,9 +204,9 @@ def split_pieces(parts: Iterable[Part], write: Callable[[Any], str]) -> list[Pie
     return pieces
 
 
-def mark_trained(pieces: Iterable[Piece], colour: bool) -> str:
-    """Return the text of all pieces with marks around trained tokens: a colour, or [[double brackets]]."""
-    before, after = (GREEN, PLAIN) if colour else ("[[", "]]")
+def mark_trained(pieces: Iterable[Piece], color: bool) -> str:
+    """Return the text of all pieces with marks around trained tokens: a color, or [[double brackets]]."""
+    before, after = (GREEN, PLAIN) if color else ("[[", "]]")
     return "".join(f"{before}{piece.text}{after}" if piece.trained else piece.text for piece in pieces)
 
 

@@ -239,7 +239,7 @@ def _first_example(
     name = max(formats, key=lambda name: len(formats[name].split(" + ")))
     method = METHODS[name]
     form = formats[name]
-    colour = sys.stdout.isatty()
+    color = sys.stdout.isatty()
     if tokenizer:
         plan = build_plan(form, method, tokenizer, None, "data")._replace(image_folder=image_options["image_folder"])
         batch = tokenise({column: [value] for column, value in row.items()}, [0], tokenizer, plan)
@@ -256,10 +256,10 @@ def _first_example(
     if method.rows.sampled:
         prompt = [piece for piece in pieces if piece.role == "prompt"]
         pieces = [*prompt, Piece("completion", False, "(sampled by the student)", 0)]
-    marking = f"{'trained tokens' if tokenizer else 'trained text'} {'green' if colour else 'in [[brackets]]'}"
+    marking = f"{'trained tokens' if tokenizer else 'trained text'} {'green' if color else 'in [[brackets]]'}"
     lines = [f"first example ({name}), {marking}:"]
     for role, runs in itertools.groupby(pieces, lambda piece: piece.role):
-        lines += [f"  {role}:", *(f"    {line}" for line in mark_trained(runs, colour).split("\n"))]
+        lines += [f"  {role}:", *(f"    {line}" for line in mark_trained(runs, color).split("\n"))]
     if not method.rows.sampled and not any(piece.role != "prompt" for piece in pieces):
         lines.append("  (the answer is empty. Such rows are dropped)")
     if method.rows.masked and form == "messages":

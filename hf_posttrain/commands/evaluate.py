@@ -280,9 +280,9 @@ def read_rows(arguments: argparse.Namespace, tokenizer: "PreTrainedTokenizerBase
         raise InputError(f"{arguments.data}: {problem}{hint}")
 
     if "label" in format_columns(row_schema.UNPAIRED):
-        labelled = read(row_schema.UNPAIRED)
-        rows.prompts = rows.scored = [row for row in labelled if row["label"]]
-        if false_labels := len(labelled) - len(rows.prompts):
+        labeled = read(row_schema.UNPAIRED)
+        rows.prompts = rows.scored = [row for row in labeled if row["label"]]
+        if false_labels := len(labeled) - len(rows.prompts):
             rows.left_out.append(f"rows with label false: {false_labels}")
     elif single in (["messages"], ["prompt"], ["prompt_ids"]):
         rows.prompts = read(row_schema.PROMPTS)  # a conversation is answered at its last turn, and scored in all turns

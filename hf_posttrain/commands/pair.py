@@ -1,6 +1,6 @@
 """The command `hf-posttrain pair FILE`, which selects training rows from judged answers.
 
-The rows are pairs, labelled answers, or only the best answers, depending on the method.
+The rows are pairs, labeled answers, or only the best answers, depending on the method.
 """
 
 import argparse
@@ -23,7 +23,7 @@ _EXAMPLES = """examples:
   hf-posttrain pair judged.jsonl --method METHOD --out rows.jsonl
   hf-posttrain pair judged.jsonl --method METHOD --take all --margin 0.5 --out rows.jsonl
 
-Pairs have the columns prompt, chosen and rejected; labelled answers have prompt, completion and label; other rows have
+Pairs have the columns prompt, chosen and rejected; labeled answers have prompt, completion and label; other rows have
 prompt and completion. The page of each method in docs/ describes which of them the method trains on.
 """
 
@@ -49,19 +49,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--take",
         choices=["best", "all"],
         help="answers per prompt: the best one (for pairs, and the worst one), or all that are good enough"
-        " (default: all for labelled answers, otherwise best)",
+        " (default: all for labeled answers, otherwise best)",
     )
     parser.add_argument(
         "--margin",
         type=float,
         default=0.0,
-        help="minimum difference of the scores of a pair, or of a score and the threshold for labelled answers (0)",
+        help="minimum difference of the scores of a pair, or of a score and the threshold for labeled answers (0)",
     )
     parser.add_argument(
         "--threshold",
         type=float,
         help="minimum score of a good answer (default: 0.5 for exact_match; "
-        "otherwise the mean of the prompt for labelled answers, and none for other rows)",
+        "otherwise the mean of the prompt for labeled answers, and none for other rows)",
     )
     parser.add_argument("--unfinished", action="store_true", help="allow truncated answers as good answers")
     parser.add_argument("--ids", action="store_true", help="write the sampled token ids instead of texts")
@@ -103,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     with error_context(arguments.file):
         write_rows(arguments.out, selected_rows(groups, selection, kind, arguments.ids or bool(truncated)))
-    noun = "pairs" if kind.paired else "labelled answers" if kind.labelled else "answers"
+    noun = "pairs" if kind.paired else "labeled answers" if kind.labeled else "answers"
     summary = f"wrote {arguments.out}; {noun}: {selection.count} from {len(groups)} prompts"
     print_output("\n  ".join([summary, *notes]))
     return 0

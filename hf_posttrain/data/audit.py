@@ -43,7 +43,7 @@ _FINDINGS = {  # field of DataAudit: name in `lines`, share of the kept examples
         0.5,
         "examples train a single token. Check that the columns are the right ones",
     ),
-    "conflicts": ("under both labels", 0.01, "answers are labelled desirable and undesirable. Keep one label"),
+    "conflicts": ("under both labels", 0.01, "answers are labeled desirable and undesirable. Keep one label"),
     "identical": ("with chosen = rejected", 0.01, "pairs have the same chosen and rejected answer. Remove them"),
     "overlap": (
         "also in train",
@@ -81,7 +81,7 @@ class Truncation(Tally):
 class DataAudit:
     """Statistics of a data set as it is trained.
 
-    Counts are of examples. For a method that trains on labelled answers, a pair is two examples.
+    Counts are of examples. For a method that trains on labeled answers, a pair is two examples.
 
     Attributes:
         name: Name of the data set.
@@ -105,7 +105,7 @@ class DataAudit:
         conflicts: Kept examples whose prompt and answer have the other label in another example.
         identical: Kept pairs with identical answers after truncation.
         notes: Columns and options that are not used.
-        mistakes: Those notes that most likely indicate a mistake, such as a misspelt column.
+        mistakes: Those notes that most likely indicate a mistake, such as a misspelled column.
         reserved: Tokens of `max_length` that are reserved for answers that are sampled.
         overlap: Kept evaluation examples with the prompt and an answer of a training example.
     """
@@ -273,7 +273,7 @@ def _audit(
     kept = examples[~is_dropped]
     # a duplicate has the keys and the label of an earlier example; copies by the weight of a source do not count
     originals = kept[~kept.is_copy]
-    duplicates = originals[originals.duplicated([*keys, "label"] if kind.labelled else keys)]
+    duplicates = originals[originals.duplicated([*keys, "label"] if kind.labeled else keys)]
     audit = DataAudit(
         name,
         getattr(config, "max_length", None),
@@ -291,7 +291,7 @@ def _audit(
         audit.reserved = getattr(config, "max_completion_length", None) or 0
     if kind.paired:
         audit.identical = _tally(kept[kept.state & IDENTICAL > 0])
-    if kind.labelled:
+    if kind.labeled:
         desirable = int(kept.label.sum())
         undesirable = int((~kept.label).sum())
         audit.classes = {"desirable": desirable, "undesirable": undesirable}
@@ -349,7 +349,7 @@ def _lengths(examples: pd.DataFrame, kept: pd.DataFrame, kind: RowKind) -> dict[
     # the two sides, which should not be distinguishable by their lengths
     if kind.paired:
         lengths |= {column.removesuffix("_ids"): kept[column] for column in kind.answers}
-    if kind.labelled:
+    if kind.labeled:
         lengths |= {"desirable": kept.completion_ids[kept.label], "undesirable": kept.completion_ids[~kept.label]}
     lengths["total"] = [] if kind.sampled else kept.prompt_ids + answers.max(axis=1)
     lengths |= {"trained": kept.trained if kind.masked else [], "uncut": examples.uncut}

@@ -186,12 +186,12 @@ def misspelling_problem(columns: Iterable[str]) -> str | None:
     return None
 
 
-def misspelt_columns(unread: Iterable[str], columns: Collection[str], form: str, method: Reader) -> dict[str, str]:
-    """Return the columns that `form` does not read and that are likely misspelt, each with the intended name.
+def misspelled_columns(unread: Iterable[str], columns: Collection[str], form: str, method: Reader) -> dict[str, str]:
+    """Return the columns that `form` does not read and that are likely misspelled, each with the intended name.
 
     A name is intended if the data lack it and the method would read it: a column of a format that is preferred to
     `form`, or one that rows of `form` may have. The name of the column differs from it by one letter that is added,
-    omitted, replaced or exchanged with its neighbour. A plural or a singular counts as another word.
+    omitted, replaced or exchanged with its neighbor. A plural or a singular counts as another word.
 
     Args:
         unread: The columns that `form` does not read.
@@ -204,15 +204,15 @@ def misspelt_columns(unread: Iterable[str], columns: Collection[str], form: str,
     optional: set[str] = set()
     if "_ids" not in form and form != "text":
         optional = OPTIONAL_COLUMNS - (set() if "instruction" in form else {"input"})
-    misspelt = {}
+    misspelled = {}
     for column in unread:
         normalized = _normalize(column)
         other_words = {name for name in formats | optional if name.rstrip("s") == normalized.rstrip("s")}
         candidates = (formats | optional) - other_words - {*columns}
         intended = sorted(name for name in candidates if _differ_by_one_letter(normalized, name))
         if intended and normalized not in _WORDS:
-            misspelt[column] = intended[0]
-    return misspelt
+            misspelled[column] = intended[0]
+    return misspelled
 
 
 def _differ_by_one_letter(first: str, second: str) -> bool:
@@ -285,16 +285,16 @@ def label_advice(column: str, values: Sequence[object], methods: Collection[Read
         values: Its values in the first rows.
         methods: The methods that are considered, of which some train on labels.
     """
-    labelled = " or ".join(method.name.upper() for method in methods if method.rows.labelled)
+    labeled = " or ".join(method.name.upper() for method in methods if method.rows.labeled)
     paired = " or ".join(method.name.upper() for method in methods if method.rows.paired)
     examples = sorted({short_repr(value) for value in values if value is not None})
     if any(value_type(value) == "number" for value in values):
         return (
-            f"column {column!r} holds a score ({examples[0]}), but labels for {labelled} must be true or false. Choose "
+            f"column {column!r} holds a score ({examples[0]}), but labels for {labeled} must be true or false. Choose "
             f"a threshold and set row['label'] = row[{column!r}] >= threshold, or make pairs for {paired} of two "
             "answers to a prompt"
         )
     return (
-        f"column {column!r} holds {', '.join(examples[:5])}, but labels for {labelled} must be true or false. Set "
+        f"column {column!r} holds {', '.join(examples[:5])}, but labels for {labeled} must be true or false. Set "
         f"row['label'] = row[{column!r}] == VALUE, with the value of good answers"
     )

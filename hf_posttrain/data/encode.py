@@ -80,7 +80,7 @@ class Plan(NamedTuple):
 
 
 def read(row: dict[str, Any], plan: Plan) -> list[Sample]:
-    """Return the raw samples of a row: one, or two for a method that trains on labelled answers if the row is a pair.
+    """Return the raw samples of a row: one, or two for a method that trains on labeled answers if the row is a pair.
 
     Raises:
         InputError: If a column is missing, a value has the wrong type, an id is not in the vocabulary, or an image
@@ -165,15 +165,15 @@ def _read(row: dict[str, Any], plan: Plan) -> list[Sample]:
             fix = "Set `train_on: assistant`, which excludes it from training, or move it to the prompt"
             raise InputError(f"columns {plan.form}: {problem}. {fix}")
 
-    # a pair is two labelled examples
-    if plan.rows.labelled and len(sample.branches) == 2:
+    # a pair is two labeled examples
+    if plan.rows.labeled and len(sample.branches) == 2:
         chosen, rejected = sample.branches
         return [sample._replace(branches=[b], label=label) for b, label in ((chosen, True), (rejected, False))]
     is_conversation = plan.rows.masked and sample.prompt is None and sample.is_chat
     if is_conversation and not any(turn["role"] == "assistant" for turn in sample.branches[0]):
         raise InputError(f"column {plan.form!r}: there is no assistant turn, so there is no answer to train")
 
-    # if answers are sampled, the last turn of a conversation is its answer, unless it is labelled false
+    # if answers are sampled, the last turn of a conversation is its answer, unless it is labeled false
     if plan.rows.sampled and sample.prompt is None:
         turns = sample.branches[0]
         has_answer = turns[-1]["role"] == "assistant" and len(turns) > 1

@@ -141,7 +141,7 @@ def read_format(row: dict, form: str) -> Sample:
     ]
     tools = _read_tools(row)
 
-    # `messages` is a whole conversation, one whose last turn is labelled, or the beginning of chosen and rejected
+    # `messages` is a whole conversation, one whose last turn is labeled, or the beginning of chosen and rejected
     if form == "messages":
         return Sample(None, [turns], tools=tools)
     if "messages" in columns and not answers:
@@ -180,7 +180,7 @@ def read_format(row: dict, form: str) -> Sample:
 def _read_token_ids(row: dict, form: str, label: bool | None) -> Sample:
     """Return the sample of a row of token ids, which are not changed.
 
-    Raises InputError for padded and for packed rows, whose padding and neighbours would be trained on.
+    Raises InputError for padded and for packed rows, whose padding and neighbors would be trained on.
     """
     lists = {column: value if isinstance(value, list) else [] for column, value in row.items()}
     if len(lists.get("seq_lengths", [])) > 1 or lists.get("position_ids", []).count(0) > 1:

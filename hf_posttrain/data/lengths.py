@@ -208,7 +208,7 @@ def warn_if_too_long(rows: AnyDataset | None, config: PretrainedConfig, args: Tr
 
 
 def check_completions(rows: AnyDataset, tokenizer: PreTrainedTokenizerBase, reason: str) -> None:
-    """Raise InputError if prepared rows have no completion, or one that is labelled false.
+    """Raise InputError if prepared rows have no completion, or one that is labeled false.
 
     Args:
         rows: Prepared rows. Of a stream, only the first `STREAM_HEAD` rows are read.

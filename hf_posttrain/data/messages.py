@@ -14,7 +14,7 @@ Messages = list[dict[str, Any]]
 _ROLES = {role: role for role in ("system", "user", "assistant", "tool")}
 _ROLE_ALIASES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant"}
 _CORRECTED_ROLES = _ROLES | _ROLE_ALIASES | {"bot": "assistant"}
-"""Lower-case names that a misspelt role may resemble -> the role that templates know."""
+"""Lower-case names that a misspelled role may resemble -> the role that templates know."""
 _SHAREGPT_ROLES = (
     _ROLES | _ROLE_ALIASES | {"function_call": "assistant", "observation": "tool", "function_response": "tool"}
 )
@@ -73,7 +73,7 @@ def _clean_message(message: object, n: int) -> dict[str, Any]:
     calls = message.pop("tool_calls", None)
     if not isinstance(role, str) or not role.strip():
         raise InputError(f"message {n} has no role, expected {{role, content}}; its keys are {short_repr([*message])}")
-    # a template may render or drop a role that it does not know, so a misspelt one is rejected here
+    # a template may render or drop a role that it does not know, so a misspelled one is rejected here
     if role not in _ROLES and (close := difflib.get_close_matches(role.strip().lower(), _CORRECTED_ROLES, 1, 0.75)):
         raise InputError(f"message {n} has the role {short_repr(role)}, expected {_CORRECTED_ROLES[close[0]]!r}")
     check_unicode(role, f"message {n}: role")

@@ -244,7 +244,7 @@ def tokenize_dataset(
             f"{name}: column {mixed[0]!r}: its values have several types, and text that looks like JSON would be read "
             "as JSON. Write text in all rows, or in none"
         )
-    kwargs |= {"num_proc": getattr(config, "dataset_num_proc", None), "desc": f"Tokenising {name}"}
+    kwargs |= {"num_proc": getattr(config, "dataset_num_proc", None), "desc": f"Tokenizing {name}"}
     try:
         return dataset.map(tokenise, new_fingerprint=fingerprint(dataset, tokenizer, plan, filled), **kwargs)
     except UnicodeDecodeError as error:
@@ -401,7 +401,7 @@ def collect_notes(
     used |= {*IMAGE_COLUMNS} if with_images else set()
     if unread := [column for column in unread_columns(columns, form) if column not in used]:
         notes[f"read as {form}; columns not read: {join_names(unread)}"] = logging.INFO
-    for column, valid in column_inference.misspelt_columns(unread, columns, form, method).items():
+    for column, valid in column_inference.misspelled_columns(unread, columns, form, method).items():
         hint = f"did you mean {valid!r}? Rename it with columns: {{{valid}: {column}}}"
         notes[f"column {column!r} is not read; {hint}"] = logging.WARNING
 

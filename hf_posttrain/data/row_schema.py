@@ -30,7 +30,7 @@ class RowKind:
         return len(self.answers) == 2
 
     @property
-    def labelled(self) -> bool:
+    def labeled(self) -> bool:
         """Return whether each answer has a label, good or bad."""
         return "label" in self.columns
 
@@ -90,13 +90,13 @@ PROMPTS = RowKind(
 def class_weights(
     desirable: float | str, undesirable: float | str, labels: Sequence[bool] | None
 ) -> tuple[float, float]:
-    """Return the weights of the two classes of labelled rows, with `auto` resolved.
+    """Return the weights of the two classes of labeled rows, with `auto` resolved.
 
     `auto` raises the weight of the rarer class until both classes have the same total weight.
 
     Args:
-        desirable: Weight of rows that are labelled true, or "auto".
-        undesirable: Weight of rows that are labelled false, or "auto".
+        desirable: Weight of rows that are labeled true, or "auto".
+        undesirable: Weight of rows that are labeled false, or "auto".
         labels: The labels. Without labels (None), `auto` is 1.
 
     Raises:
@@ -109,7 +109,7 @@ def class_weights(
     counts = positives, len(labels) - positives
     if not all(counts):
         raise InputError(
-            f"class weight `auto` requires rows of both labels, and {positives} of {len(labels)} rows are labelled true"
+            f"class weight `auto` requires rows of both labels, and {positives} of {len(labels)} rows are labeled true"
         )
     for this, other, weight in ((0, 1, desirable), (1, 0, undesirable)):
         if weight == "auto":

@@ -1,4 +1,4 @@
-"""Losses of single labelled answers, such as KTO. Every function returns one value per answer, without reduction.
+"""Losses of single labeled answers, such as KTO. Every function returns one value per answer, without reduction.
 
 log_ratio [B] = log pi(answer) - log ref(answer), summed over its tokens. label [B] bool is true for a desirable answer.
 shift is the scalar with which the log-ratio is compared. s = sigmoid, ls = log sigmoid. UNPAIRED maps the names in

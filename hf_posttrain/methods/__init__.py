@@ -42,7 +42,7 @@ _ROWS = (
     ),
     Method(
         "dpo",
-        "direct preference optimisation",
+        "direct preference optimization",
         PREFERENCE,
         "examples",
         second="reference",
@@ -85,7 +85,7 @@ _ROWS = (
     ),
     Method(
         "kto",
-        "Kahneman-Tversky optimisation",
+        "Kahneman-Tversky optimization",
         UNPAIRED,
         "examples",
         second="reference",
@@ -111,7 +111,7 @@ _ROWS = (
     ),
     Method(
         "cpo",
-        "contrastive preference optimisation",
+        "contrastive preference optimization",
         PREFERENCE,
         "examples",
         key_metrics={"rewards/accuracies": "accuracy", "rewards/margins": "margin"},

@@ -1,4 +1,4 @@
-"""Direct preference optimisation and related losses of preference pairs.
+"""Direct preference optimization and related losses of preference pairs.
 
     a = log pi(chosen) - log ref(chosen),  c = the same for the rejected answer, summed over trained tokens
     loss = mean over pairs of  sum_i loss_weights_i * loss_type_i(a, c, lengths)  - nll_coef * log pi(chosen) / |chosen|
@@ -38,7 +38,7 @@ class DPOConfig(ReferenceOptions):
     Args:
         learning_rate: Peak learning rate of AdamW.
         disable_dropout: Set all dropout probabilities of the policy to 0, so that it initially equals its reference.
-        beta: Strength of the regularisation towards the reference. None means 0.1, or 2 with simpo.
+        beta: Strength of the regularization toward the reference. None means 0.1, or 2 with simpo.
         loss_type: Name of a loss, or a list of losses to add. The names are the keys of `losses.preference.PAIRED`.
         loss_weights: Weights of the losses in loss_type. None means 1 for each.
         label_smoothing: Assumed probability of a wrong label, for sigmoid (cDPO), robust (below 0.5) and exo_pair
@@ -60,7 +60,7 @@ class DPOConfig(ReferenceOptions):
         True, "Set all dropout probabilities of the policy to 0, so that it initially equals its reference."
     )
     beta: float | None = option(
-        None, "Strength of the regularisation towards the reference. None means 0.1, or 2 with simpo."
+        None, "Strength of the regularization toward the reference. None means 0.1, or 2 with simpo."
     )
     loss_type: list[str] | str = option(
         help="Name of a loss, or a list of losses to add. The names are the keys of `losses.preference.PAIRED`.",
@@ -93,7 +93,7 @@ def pair_examples(row: dict[str, Any]) -> list[Example]:
 
 
 class DPOTrainer(PostTrainer):
-    """Trainer for direct preference optimisation (DPO) of a causal language model.
+    """Trainer for direct preference optimization (DPO) of a causal language model.
 
     Rows have `prompt`, `chosen` and `rejected`. `compute_metrics` receives as predictions the log-probabilities [B, 4]
     (chosen, rejected, and both under the reference), and as label_ids the numbers of trained tokens [B, 2].

@@ -1,4 +1,4 @@
-"""Knowledge distillation on data: the student is trained towards the next-token distribution of the teacher.
+"""Knowledge distillation on data: the student is trained toward the next-token distribution of the teacher.
 
     loss = mean over trained tokens of  (1 - kd_coef) * -log q(token)  +  kd_coef * D(q, p)
 

@@ -1,4 +1,4 @@
-"""Kahneman-Tversky optimisation on single answers that are labelled desirable or undesirable.
+"""Kahneman-Tversky optimization on single answers that are labeled desirable or undesirable.
 
     r = log pi(y|x) - log ref(y|x) of the completion y of a row, summed over its tokens
     KL = max(0, mean over the window of log pi(y'|x) - log ref(y'|x)), y' the completion of a row with another prompt
@@ -49,7 +49,7 @@ class KTOConfig(ReferenceOptions):
     Args:
         learning_rate: Peak learning rate of AdamW.
         disable_dropout: Set all dropout probabilities of the policy to 0, so that it initially equals its reference.
-        beta: Strength of the regularisation towards the reference.
+        beta: Strength of the regularization toward the reference.
         loss_type: Name of the loss: kto, apo_zero_unpaired (without the KL estimate), or bco (with the running mean of
             rewards in place of the KL).
         desirable_weight: Weight of desirable rows. auto starts from 1 and raises it until both classes have the same
@@ -69,7 +69,7 @@ class KTOConfig(ReferenceOptions):
     disable_dropout: bool = option(
         True, "Set all dropout probabilities of the policy to 0, so that it initially equals its reference."
     )
-    beta: float = option(0.1, "Strength of the regularisation towards the reference.")
+    beta: float = option(0.1, "Strength of the regularization toward the reference.")
     loss_type: str = option(
         "kto",
         "Name of the loss: kto, apo_zero_unpaired (without the KL estimate), or bco (with the running mean of rewards "
@@ -121,7 +121,7 @@ def resolve_class_weights(rows: AnyDataset | None, args: KTOConfig) -> tuple[flo
 
 
 class KTOTrainer(PostTrainer):
-    """Trainer for Kahneman-Tversky optimisation (KTO) of a causal language model.
+    """Trainer for Kahneman-Tversky optimization (KTO) of a causal language model.
 
     Rows have `prompt`, `completion` and `label`. A row with `prompt`, `chosen` and `rejected` becomes two rows.
     `compute_metrics` receives as predictions the log-probabilities [B, 2] (policy, reference), and as label_ids the
@@ -169,7 +169,7 @@ class KTOTrainer(PostTrainer):
     def prepare_rows(  # type: ignore[override]
         cls, rows: AnyDataset, tokenizer: PreTrainedTokenizerBase, args: KTOConfig, name: str
     ) -> datasets.Dataset:
-        """Return tokenised rows, each with the completion y' of its partner in `mismatch_ids`.
+        """Return tokenized rows, each with the completion y' of its partner in `mismatch_ids`.
 
         Raises:
             InputError: The rows are a stream.
@@ -204,10 +204,10 @@ class KTOTrainer(PostTrainer):
         """Prepare a replaced training dataset, and update the class weights."""
         super().prepare_new_dataset()
         self.on_dataset_ready(self.train_dataset)
-        labelled = "label" in (
+        labeled = "label" in (
             getattr(self.train_dataset, "column_names", None) or ()
         )  # in rounds the rows are prompts
-        if labelled and "auto" in (self.args.desirable_weight, self.args.undesirable_weight):
+        if labeled and "auto" in (self.args.desirable_weight, self.args.undesirable_weight):
             logger.info("class weights: desirable %.3g, undesirable %.3g", *self.class_weights)
 
     def on_dataset_ready(self, rows: AnyDataset | None) -> None:

@@ -26,7 +26,7 @@ from ..rollouts.batch import PromptCollator, RolloutBatch
 from ..rollouts.builder import RolloutBuilder
 from ..rollouts.interface import OnPolicyInterface
 from ..rollouts.options import RewardOptions, RolloutOptions, SamplerOptions, TokenWeightOptions
-from ..rollouts.policy_sampler import synchronise
+from ..rollouts.policy_sampler import synchronize
 from ..rollouts.reward import Reward
 from ..scoring.layouts import Branch, Example
 from ..scoring.teacher_tiles import divergence_function
@@ -216,7 +216,7 @@ class OPDTrainer(DistillationTrainer, OnPolicyInterface):
 
     def prepare_evaluation(self) -> None:
         """Send the current weights to the sampler."""
-        synchronise(self)
+        synchronize(self)
 
     def prepare_evaluation_batch(self, batch: RolloutBatch) -> RolloutBatch:  # type: ignore[override]
         """Return a batch of prompts with sampled rollouts."""

@@ -182,7 +182,7 @@ class SFTTrainer(PostTrainer):
     def prepare_rows(  # type: ignore[override]
         cls, rows: AnyDataset, tokenizer: PreTrainedTokenizerBase, args: SFTConfig, name: str
     ) -> AnyDataset:
-        """Return tokenised rows. With `packing` the training rows are packed.
+        """Return tokenized rows. With `packing` the training rows are packed.
 
         Raises:
             InputError: Rows that must be packed are a stream.

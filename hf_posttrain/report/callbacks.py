@@ -2,7 +2,7 @@
 
 run.json contains the settings of the run, its machine and its warnings. samples.json contains greedy answers to a few
 prompts before the first step and after the last one. The state of the random generators is restored, so that the
-results of training do not depend on the samples. Their time counts towards train_runtime. An error becomes a warning,
+results of training do not depend on the samples. Their time counts toward train_runtime. An error becomes a warning,
 unless other ranks would wait.
 """
 

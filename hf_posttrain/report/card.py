@@ -33,7 +33,7 @@ def write(run: Run) -> None:
         file = run.folder / "README.hf_posttrain.md"
         logger.info("%s was written by a user and is kept. The model card is in %s", user_file, file)
     # Base model and data sets are listed if they have hub names. A hub name may also be a folder of the machine that
-    # trained, which run.json records. The licence depends on model and data, and is not known.
+    # trained, which run.json records. The license depends on model and data, and is not known.
     local = run.record.get("base_model_is_local") or not is_hub_name(run.base_model)
     paths = [source["path"] for split in run.sources.values() for source in split]
     adapter = str(run.lora.get("peft_type") or "lora").lower() if run.adapter or run.lora else None

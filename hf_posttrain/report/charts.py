@@ -60,15 +60,15 @@ class Line(NamedTuple):
 
     label: str
     """Name in the legend."""
-    colour: int
+    color: int
     series: Series
     dash: str = ""
-    """Class in style.css: "dashed" for evaluation, or d0 to d3 to distinguish runs without colours."""
+    """Class in style.css: "dashed" for evaluation, or d0 to d3 to distinguish runs without colors."""
 
     @property
     def css_class(self) -> str:
         """Classes of the line in style.css."""
-        return f"c{self.colour % 8} {self.dash}".strip()
+        return f"c{self.color % 8} {self.dash}".strip()
 
 
 class Chart(NamedTuple):
@@ -83,7 +83,7 @@ class Chart(NamedTuple):
 def make_charts(histories: Mapping[str, History]) -> list[Chart]:
     """Return the charts of one or several runs.
 
-    In charts of one run, training is solid and evaluation is dashed in the same colour. Charts of several runs have one
+    In charts of one run, training is solid and evaluation is dashed in the same color. Charts of several runs have one
     metric and split, with a line for each run.
 
     Args:
@@ -93,7 +93,7 @@ def make_charts(histories: Mapping[str, History]) -> list[Chart]:
     others = [name for name in list_metrics(*histories.values()) if name not in known]
     lines: dict[tuple[str, str, str], list[Line]] = {}
     for kind in [*KINDS, *(Kind("Other metrics", name, [name]) for name in others)]:
-        for colour, metric in enumerate(kind.metrics):
+        for color, metric in enumerate(kind.metrics):
             # a single metric needs no label, since the title is its name
             label = metric.rpartition("/")[2] if len(kind.metrics) > 1 else ""
             for split, key, dash in (("training", metric, ""), ("evaluation", f"eval_{metric}", "dashed")):
@@ -101,7 +101,7 @@ def make_charts(histories: Mapping[str, History]) -> list[Chart]:
                     if key not in history:
                         continue
                     title = kind.title
-                    line = Line(", ".join(filter(None, (label, split))), colour, history[key], dash)
+                    line = Line(", ".join(filter(None, (label, split))), color, history[key], dash)
                     if len(histories) > 1:
                         title = ", ".join(filter(None, (title, label))) + f" ({split})"
                         line = Line(name, number, history[key], f"d{number % 4}")
@@ -172,9 +172,9 @@ def draw_svg(chart: Chart) -> str:
 
 
 def _take_shapes(matplotlib_svg: str, chart: Chart) -> Iterator[str]:
-    """Yield the shapes of matplotlib's SVG whose gid is a CSS class, without colours, fonts and ids.
+    """Yield the shapes of matplotlib's SVG whose gid is a CSS class, without colors, fonts and ids.
 
-    The style sheet of the page defines their colours for light and dark mode.
+    The style sheet of the page defines their colors for light and dark mode.
     """
     svg = "{http://www.w3.org/2000/svg}"
     # texts of the markers, in drawing order
@@ -230,18 +230,18 @@ def write_image(run: Run) -> None:
 def _draw(chart: Chart, axes: Any) -> None:
     """Draw lines, grid and labels on matplotlib's axes.
 
-    A long and noisy line shows its running mean, with the logged values in a faint colour.
+    A long and noisy line shows its running mean, with the logged values in a faint color.
     """
     from matplotlib.artist import setp
     from matplotlib.ticker import MaxNLocator
 
     for line in chart.lines:
         mean = smooth(line.series)
-        colour = f"C{line.colour}"
+        color = f"C{line.color}"
         if mean:
             axes.plot(
                 *thin(line.series, MAX_POINTS),
-                color=colour,
+                color=color,
                 alpha=0.35,
                 lw=0.8,
                 zorder=1,
@@ -250,14 +250,14 @@ def _draw(chart: Chart, axes: Any) -> None:
         axes.plot(
             *thin(mean or line.series, MAX_POINTS),
             "--" if line.dash else "-",
-            color=colour,
+            color=color,
             label=line.label,
             gid=f".line {line.css_class}",
         )
         if len(line.series.steps) <= MAX_MARKED_POINTS:
-            face = colour if line.dash == "dashed" else "white"
+            face = color if line.dash == "dashed" else "white"
             axes.plot(
-                *line.series, "o", color=colour, markerfacecolor=face, clip_on=False, gid=f".mark {line.css_class}"
+                *line.series, "o", color=color, markerfacecolor=face, clip_on=False, gid=f".mark {line.css_class}"
             )
     below: Any = {"xytext": (-22, -9), "textcoords": "offset points", "ha": "right", "va": "top", "color": "#55606e"}
     axes.annotate("step", (0, 0), xycoords="axes fraction", gid=".y", **below)

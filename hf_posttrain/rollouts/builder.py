@@ -13,7 +13,7 @@ from ..teachers.signal import TopK
 from .batch import RolloutBatch
 from .completion import Completion, Rollout
 from .interface import OnPolicyInterface
-from .policy_sampler import synchronise
+from .policy_sampler import synchronize
 from .reward import Reward, group_advantage
 from .source import OnPolicy, RolloutSource
 
@@ -34,7 +34,7 @@ class RolloutBuilder:
 
     def reset(self) -> None:
         """Start a training: the weights of the policy may have changed."""
-        self.trainer.synchronised = None
+        self.trainer.synchronized = None
         self.upcoming = []
 
     def next_window(
@@ -67,7 +67,7 @@ class RolloutBuilder:
         gets the current weights first, and the prompts of the next step afterwards if it prefetches.
         """
         if not self.trainer.args.rollouts.fixed:
-            synchronise(self.trainer)
+            synchronize(self.trainer)
         rows, sampled = self.prompts(batches, step)
         laid_out = self._answer(batches, rows, sampled, self.source, self.max_new_tokens(step), self.seed(step))
         if self.upcoming:

@@ -30,7 +30,7 @@ class Sampler(Protocol):
     reports_logps: bool
     """Whether completions have log-probabilities, because another program than the trainer samples them."""
 
-    def synchronise(self) -> None:
+    def synchronize(self) -> None:
         """Load the current weights of the policy for all later samples. All ranks call it."""
         ...
 

@@ -104,7 +104,7 @@ class Frozen(OnPolicy):
 
     def _sample(self, prompts: datasets.Dataset) -> datasets.Dataset:
         """Sample chunks of prompts, which the ranks divide among themselves; each chunk has its own random numbers."""
-        self.trainer.sampler.synchronise()
+        self.trainer.sampler.synchronize()
         accelerator = self.trainer.accelerator
         starts = range(0, len(prompts), CHUNK_SIZE)
         world = accelerator.num_processes

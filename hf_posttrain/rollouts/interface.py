@@ -19,7 +19,7 @@ class SamplingInterface(TrainerInterface):
     """`temperature`, `max_completion_length`, `num_generations` and `sampler` of its Config or its `rounds` section."""
     vocabulary: int
     """Number of token ids that may be sampled."""
-    synchronised: int | None = None
+    synchronized: int | None = None
     """Optimizer step whose weights the sampler has."""
 
 

@@ -17,7 +17,7 @@ class PolicySampler:
     def __init__(self, trainer: "SamplingInterface") -> None:
         self.trainer = trainer
 
-    def synchronise(self) -> None:
+    def synchronize(self) -> None:
         """Do nothing: the policy has its own weights."""
 
     def prefetch(self, prompts: Sequence[Sequence[int]], n: int, max_new_tokens: int, seed: Sequence[int]) -> None:
@@ -42,12 +42,12 @@ class PolicySampler:
         return [completions[start : start + n] for start in range(0, len(completions), n)]
 
 
-def synchronise(trainer: "SamplingInterface") -> None:
+def synchronize(trainer: "SamplingInterface") -> None:
     """Give the sampler of a trainer the policy's weights: once per optimizer step, and each time outside training.
 
     All ranks call it.
     """
     step = trainer.state.global_step if trainer.is_in_train else None
-    if step is None or step != trainer.synchronised:
-        trainer.sampler.synchronise()
-    trainer.synchronised = step
+    if step is None or step != trainer.synchronized:
+        trainer.sampler.synchronize()
+    trainer.synchronized = step

@@ -44,9 +44,9 @@ logger = logging.getLogger(__name__)
 # smallest logit_bias of vLLM, and the number of ids that may have one (v1/worker/gpu/sample/logit_bias.py)
 _EXCLUDED_TOKEN_BIAS = -100.0
 _MAX_LOGIT_BIASES = 1024
-# LoRA in vLLM: max_lora_rank (config/lora.py), and initialisations that leave the base unchanged (lora/peft_helper.py)
+# LoRA in vLLM: max_lora_rank (config/lora.py), and initializations that leave the base unchanged (lora/peft_helper.py)
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-_INITIALISATIONS = (True, False, "gaussian", "eva", "orthogonal")
+_INITIALIZATIONS = (True, False, "gaussian", "eva", "orthogonal")
 _UNSUPPORTED_LORA_OPTIONS = (
     "use_dora",
     "modules_to_save",
@@ -105,7 +105,7 @@ class VLLMSampler:
 
     # ---- weights
 
-    def synchronise(self) -> None:
+    def synchronize(self) -> None:
         """Send the current policy to vLLM, and verify some of the transfers. All ranks call it.
 
         Raises InputError if vLLM does not have the student's weights afterwards.
@@ -306,7 +306,7 @@ def max_lora_rank(config: peft.PeftConfig) -> int:
     assert isinstance(config, peft.LoraConfig)
     unsupported = [name for name in _UNSUPPORTED_LORA_OPTIONS if getattr(config, name, None)]
     unsupported += ["bias"] if config.bias != "none" else []
-    unsupported += ["init_lora_weights"] if config.init_lora_weights not in _INITIALISATIONS else []
+    unsupported += ["init_lora_weights"] if config.init_lora_weights not in _INITIALIZATIONS else []
     if unsupported:
         name = unsupported[0]
         fix = "Name target_modules without experts" if name == "target_parameters" else "Remove it"

@@ -30,17 +30,17 @@ class PairSection:
 
     take: Literal["best", "all"] | None = option(
         None,
-        "best takes the best answer, and also the worst if rows are pairs or labelled. all takes every answer or pair "
-        "that is good enough. By default all for labelled rows, otherwise best.",
+        "best takes the best answer, and also the worst if rows are pairs or labeled. all takes every answer or pair "
+        "that is good enough. By default all for labeled rows, otherwise best.",
     )
     margin: float = option(
         0.0,
-        "Smallest difference between the scores of a pair. For labelled rows, smallest distance of a score from the "
+        "Smallest difference between the scores of a pair. For labeled rows, smallest distance of a score from the "
         "threshold.",
     )
     threshold: float | None = option(
         None,
-        "Lowest score of a good answer, which is labelled as desirable or may be trained alone. By default 0.5 for "
+        "Lowest score of a good answer, which is labeled as desirable or may be trained alone. By default 0.5 for "
         "exact_match. For other judges labels use the mean score of the prompt's answers, and answers that are trained "
         "alone have no threshold.",
     )
@@ -178,7 +178,7 @@ def _range_problems(rounds: RoundsSection, kind: RowKind) -> Iterator[Problem]:
     if pair.threshold is not None and not 0 < pair.threshold <= 1:
         yield ("pair.threshold",), f"pair.threshold={pair.threshold:g} must be above 0 and at most 1, {reason}"
     threshold = resolve_threshold(pair, by)
-    largest = max(threshold, 1 - threshold) if kind.labelled and threshold is not None else 1
+    largest = max(threshold, 1 - threshold) if kind.labeled and threshold is not None else 1
     if pair.margin > largest:
         yield ("pair.margin",), f"pair.margin={pair.margin:g} must be at most {largest:g}, {reason}"
 
@@ -199,7 +199,7 @@ def number_of_rounds(rounds: RoundsSection, steps: int) -> int:
 def pair_problems(pair: PairSection, kind: RowKind) -> Iterator[Problem]:
     """Yield the problems of a `pair` section for a method that trains on rows of `kind`."""
     yield from limit_problems({"margin": NOT_NEGATIVE}, pair)
-    if pair.margin and not (kind.paired or kind.labelled):
+    if pair.margin and not (kind.paired or kind.labeled):
         problem = "margin is only valid with pairs and labels. Set threshold for answers that are trained alone"
         yield ("margin",), problem
     if pair.threshold is not None and kind.paired:

@@ -41,7 +41,7 @@ def log_round(
         selected: Rows that were made of the answers.
         seconds: Time that the round took before training.
     """
-    summary = summarise(judged, trainer.terminal_ids)
+    summary = summarize(judged, trainer.terminal_ids)
     number = trainer.round.number + 1
     summary |= {"rows": float(selected.count), "left_out": float(selected.left_out.total())}
     if trainer.section.steps:
@@ -55,7 +55,7 @@ def log_round(
         logger.info(message, number, selected.left_out.total(), len(prompts), reasons)
     labels = {row.label for rows in selected.rows for row in rows} - {None}
     if len(labels) == 1:
-        message = "round %d: all %d labelled answers are %s. One label alone does not define a preference"
+        message = "round %d: all %d labeled answers are %s. One label alone does not define a preference"
         logger.warning(message, number, selected.count, "good" if True in labels else "bad")
     trainer.log({"rounds/round": number} | {f"rounds/{name}": value for name, value in summary.items()})
     if not trainer.args.should_save:
@@ -113,9 +113,9 @@ def _answer_rows(
         worse = {row.answers[-1] for row in rows if len(row.answers) > 1 or row.label is False}
         for number, (ids, score) in enumerate(zip(completions.answers, completions.scores, strict=True)):
             used = 1 if number in better else -1 if number in worse else 0
-            judgement = {"score": score, "judge": str(trainer.section.judge), "used": used}
+            judgment = {"score": score, "judge": str(trainer.section.judge), "used": used}
             ids_columns = {"prompt_ids": prompt["prompt_ids"], "completion_ids": ids}
-            yield answer_row(prompt, ids, trainer.tokenizer, trainer.terminal_ids) | ids_columns | judgement
+            yield answer_row(prompt, ids, trainer.tokenizer, trainer.terminal_ids) | ids_columns | judgment
 
 
 def known_scores(judged: list[ScoredCompletions]) -> list[list[float]]:
@@ -123,7 +123,7 @@ def known_scores(judged: list[ScoredCompletions]) -> list[list[float]]:
     return [[score for score in completions.scores if score is not None] for completions in judged]
 
 
-def summarise(judged: list[ScoredCompletions], terminal_ids: list[int]) -> dict[str, float]:
+def summarize(judged: list[ScoredCompletions], terminal_ids: list[int]) -> dict[str, float]:
     """Return means over the answers to all prompts.
 
     Returns:

@@ -46,14 +46,14 @@ from ..models.load import sampling_vocab_size
 from ..models.score_cache import score_rows
 from ..rollouts import vllm
 from ..rollouts.interface import SamplingInterface
-from ..rollouts.policy_sampler import synchronise
+from ..rollouts.policy_sampler import synchronize
 from ..scoring.forward import causal_lm
 from ..scoring.layouts import balance_groups
 from ..trainer.base import PostTrainer
 from ..trainer.config import PostTrainConfig
 from ..trainer.method_spec import Method
 from .config import RoundsSection, make_section, number_of_rounds, resolve_threshold, rounds_features, rounds_problems
-from .iteration_log import log_round, summarise
+from .iteration_log import log_round, summarize
 from .iteration_state import Round
 from .judges import make_judge
 from .pairing import SelectedRows, pair_up
@@ -187,7 +187,7 @@ class InRounds(PostTrainer, SamplingInterface):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as PostTrainer does. The weights may have changed since the last training."""
-        self.synchronised = None
+        self.synchronized = None
         self.rows_ran_out = False
 
         def filter_hf(record: logging.LogRecord) -> bool:
@@ -318,7 +318,7 @@ class InRounds(PostTrainer, SamplingInterface):
         section = self.section
         with self.throughput.paused():
             prompts = self._prompts_of(number)
-            synchronise(self)
+            synchronize(self)
             seed = self.args.seed, number
             # online a round is as short as a step, and is simply sampled again
             files = RoundFiles(None) if section.steps else round_files(self, prompts, *seed)
@@ -411,10 +411,10 @@ class InRounds(PostTrainer, SamplingInterface):
 
     def evaluate_rows(self, dataloader: DataLoader[Any], *args: Any, **kwargs: Any) -> tuple[Any, dict[str, float]]:
         """Sample and judge answers to the prompts, with the same random numbers in each evaluation."""
-        synchronise(self)
+        synchronize(self)
         rows: Any = dataloader.dataset
         judged = sample_and_judge(self, rows, (self.args.seed, EVALUATION), "evaluation: answers", RoundFiles(None))
-        return EvalLoopOutput(None, None, {}, len(rows)), summarise(judged, self.terminal_ids)  # type: ignore[arg-type]
+        return EvalLoopOutput(None, None, {}, len(rows)), summarize(judged, self.terminal_ids)  # type: ignore[arg-type]
 
 
 def make_row(
@@ -428,8 +428,8 @@ def make_row(
 
 def planned_rows(prompt: Mapping[str, Any], method: Method, section: RoundsSection) -> list[dict[str, Any]]:
     """Return as many rows as a prompt can give, with the longest possible answers."""
-    takes_all = section.pair.take == "all" or (section.pair.take is None and method.rows.labelled)
-    count = section.num_generations if takes_all else 2 if method.rows.labelled else 1
+    takes_all = section.pair.take == "all" or (section.pair.take is None and method.rows.labeled)
+    count = section.num_generations if takes_all else 2 if method.rows.labeled else 1
     count = count * (count - 1) // 2 if takes_all and method.rows.paired else count
     answers = [[0] * section.max_completion_length] * len(method.rows.answers)
     return [make_row(prompt, method, answers)] * count

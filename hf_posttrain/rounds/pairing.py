@@ -1,4 +1,4 @@
-"""Selection of a prompt's judged answers to train on, as pairs, as labelled answers or as single answers."""
+"""Selection of a prompt's judged answers to train on, as pairs, as labeled answers or as single answers."""
 
 from collections import Counter
 from collections.abc import Hashable, Sequence
@@ -87,7 +87,7 @@ def _select_rows(
     known = {number: scored[number] for number in sorted(first.values())}
     order = sorted(known, key=lambda number: -known[number])  # best first
     eligible = [number for number in order if pair.unfinished or stopped[number]]  # may be good ones
-    return _RULES[kind.paired, kind.labelled](order, eligible, known, pair, threshold)
+    return _RULES[kind.paired, kind.labeled](order, eligible, known, pair, threshold)
 
 
 def _pairs(
@@ -110,7 +110,7 @@ def _pairs(
 def _labels(
     order: list[int], eligible: list[int], scores: dict[int, float], pair: PairSection, threshold: float | None
 ) -> tuple[list[Row], str]:
-    """Return answers that are labelled good or bad. Without a threshold the mean score of the answers divides them."""
+    """Return answers that are labeled good or bad. Without a threshold the mean score of the answers divides them."""
     by_mean = threshold is None
     if by_mean and scores[order[0]] == scores[order[-1]]:  # the mean of equal scores may be rounded to another number
         return [], ALIKE
@@ -142,4 +142,4 @@ def _singles(
 
 
 _RULES = {(True, False): _pairs, (False, True): _labels, (False, False): _singles}
-"""(whether rows are paired, whether they are labelled) -> function that selects rows."""
+"""(whether rows are paired, whether they are labeled) -> function that selects rows."""

@@ -1,7 +1,7 @@
 """Loss of a student against a teacher with another tokenizer, by chunks of common text (`data.align`).
 
     one token against one    The divergence over the ids that both tokenizers have. Both distributions are restricted to
-                             these ids and normalised. This requires that the ids have at least MIN_SHARED_MASS of the
+                             these ids and normalized. This requires that the ids have at least MIN_SHARED_MASS of the
                              probability of each model. Otherwise the next case applies.
     n tokens against m       The chunk as a whole. Its ln q and ln p are the sums over its tokens.
                              On rollouts: -sg(A) ln q of each token, where the advantage A is ln p - ln q of the chunk
@@ -10,11 +10,11 @@
                              of the divergence, it is never negative, and it is 0 if both models assign the same
                              probability to the chunk.
     no common text           On rollouts: ln p is UNSAYABLE_LOGP for a token that the teacher cannot produce. Without
-                             this loss the student would learn to produce such tokens, which are never penalised. Tokens
+                             this loss the student would learn to produce such tokens, which are never penalized. Tokens
                              of an incomplete last character, which the end of a rollout has truncated, have no loss.
                              On data: no loss.
 
-The advantage includes the neighbouring chunks because the end of a chunk is only decided when the next one begins. For
+The advantage includes the neighboring chunks because the end of a chunk is only decided when the next one begins. For
 a teacher that writes 95 as one token, the token 9 is a number that ends there. A student that writes digit by digit
 decides this with the token after 9, which therefore affects both chunks. For the same reason the shared ids have no
 information about a teacher whose probability is all on tokens that the student lacks.
@@ -245,7 +245,7 @@ def start_probability(logps: Tensor, longer: Tensor) -> Tensor:
 
 
 def _shift(values: Tensor, offset: int, fill: float) -> Tensor:
-    """Return the values [M] shifted by `offset` positions towards the end."""
+    """Return the values [M] shifted by `offset` positions toward the end."""
     return torch.nn.functional.pad(values, (offset, 0), value=fill)[: len(values)]
 
 
@@ -288,8 +288,8 @@ class Chunks:
         size = zeros.index_add(0, index, torch.ones_like(student))
 
         advantage = (p - q).detach().masked_fill(torch.arange(none + 1, device=q.device) == none, 0.0)
-        neighbours = (inputs.before, inputs.after)
-        credit = advantage[index] + sum(advantage[other.where(other >= 0, none)] for other in neighbours)
+        neighbors = (inputs.before, inputs.after)
+        credit = advantage[index] + sum(advantage[other.where(other >= 0, none)] for other in neighbors)
         unsayable = (UNSAYABLE_LOGP - student).detach().masked_fill(chunk == INCOMPLETE_CHARACTER, 0.0)
         known = chunk >= 0
         gap = torch.where(known, advantage[index] / size[index], unsayable)

@@ -1,6 +1,6 @@
 """Merging of several EOS ids into one outcome.
 
-A base student may end an answer with one id and its instruct teacher with another. A divergence then penalises the end
+A base student may end an answer with one id and its instruct teacher with another. A divergence then penalizes the end
 of an answer, because the probability of the student is on one id and that of the teacher on the other. Nothing raises
 the id of the teacher, to which the student assigns almost no probability, and answers grow to the maximum length.
 Therefore the EOS ids E of both models count as one outcome in all comparisons of student and teacher. Its probability

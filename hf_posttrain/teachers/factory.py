@@ -172,7 +172,7 @@ def _build_local(trainer: TrainerInterface, source: TeacherLike, name: str, offl
     launch.check_model(model, args)
     if shares_trained_weights(model, trainer.model):
         problem = "teacher_model is the student itself, or shares weights with it"
-        raise InputError(f"{problem}. Pass TeacherSection(self='start') to distil from the initial student")
+        raise InputError(f"{problem}. Pass TeacherSection(self='start') to distill from the initial student")
     tokenizer = by_teacher(args.teacher.tokenizer).get(name)
     path = getattr(model.config, "_name_or_path", "")
     teacher_tokenizer = None

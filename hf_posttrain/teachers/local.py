@@ -57,7 +57,7 @@ class TeacherStates:
 
         hidden = forward.run(model, batch, scorer)["hidden"]
         weight = getattr(heads[0].module, "weight", None)
-        if weight is None or not weight.is_floating_point():  # a quantised head casts its input
+        if weight is None or not weight.is_floating_point():  # a quantized head casts its input
             return cls(heads[0], hidden, eos)
         return cls(heads[0], hidden.to(weight.dtype), eos)
 
@@ -90,7 +90,7 @@ def _copy_head(head: LMHead) -> LMHead:
     if isinstance(head.module, nn.Identity):
         return head
     if (linear := head.linear) is None:
-        problem = "the head of the teacher is not a plain linear layer, because it has an adapter or is quantised"
+        problem = "the head of the teacher is not a plain linear layer, because it has an adapter or is quantized"
         raise InputError(f"{problem}. Merge the adapter, or do not shard or offload the teacher")
     copied = nn.Linear(linear.weight.shape[1], linear.weight.shape[0], linear.bias is not None, device="meta")
     for name in dict(copied.named_parameters()):

@@ -155,7 +155,7 @@ class ServedTeacher:
             logps[n, : len(row)] = torch.tensor([*row.values()])
         ids = ids[order].to(device)
         logps = logps[order].to(device)
-        # Ids that the student lacks get no probability. If all others are known, they are normalised without these.
+        # Ids that the student lacks get no probability. If all others are known, they are normalized without these.
         logps = logps.masked_fill(ids >= vocabulary, -torch.inf)
         if rows and min_known >= vocabulary:
             logps = torch.log_softmax(logps / request.temperature, -1)

@@ -101,7 +101,7 @@ class Preemption(TrainerCallback):
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Clear the best checkpoint of the state in memory after a signal.
 
-        Otherwise Trainer would load the best checkpoint, or delete the new one in its favour. The trainer_state.json on
+        Otherwise Trainer would load the best checkpoint, or delete the new one in its favor. The trainer_state.json on
         disk still names it.
         """
         if self.preempted:

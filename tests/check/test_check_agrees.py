@@ -136,7 +136,7 @@ REFUSED = {
     "no_option_of_checkpointing": (
         plain("sft", activation_checkpointing_kwargs={"every_n_layer": 2}), "did you mean 'every_n_layers'?"
     ),
-    "no_layer_checkpointed": (plain("sft", gradient_checkpointing_kwargs={"every_n_layers": 0}), "every_n_layers=0"),
+    "no_layer_checkpointed": (plain("sft", gradient_checkpointing_kwargs={"every_n_layers": 0}), "every_n_layers must be"),
     "checkpointed_alora": (
         changed(plain("sft", activation_checkpointing=True), lora={"r": 2, "alora_invocation_tokens": [65]}),
         "alora_invocation_tokens cannot be combined with activation_checkpointing",

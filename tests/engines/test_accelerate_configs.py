@@ -485,7 +485,7 @@ def test_4bit_trains_as_one_process_and_is_cut(kind, tmp_path):
 
 
 def refused_without_its_engine(rank, arguments, folder):
-    with pytest.raises(InputError, match="would train without it on cpu") as caught:  # noqa: PT012
+    with pytest.raises(InputError, match="is not supported on cpu, where Accelerate trains without it") as caught:  # noqa: PT012
         trainer = trainer_for("sft", tiny_model(), token_rows("sft"), folder, **arguments)
         launch.check_accelerator(trainer.accelerator, trainer.args)
     return str(caught.value)

@@ -918,7 +918,7 @@ def test_every_row_that_a_sampler_of_the_users_draws_counts(drawn, tmp_path):
 
 
 def test_a_compiled_model_is_refused(tmp_path):
-    with pytest.raises(InputError, match="pass the model itself"):
+    with pytest.raises(InputError, match="Pass the original model"):
         trainer_for("sft", torch.compile(tiny_model()), token_rows("sft"), tmp_path)
 
 

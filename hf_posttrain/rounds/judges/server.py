@@ -1,7 +1,7 @@
 """A language model as judge, on a server with OpenAI's protocol. It compares answers in pairs, in both orders.
 
 The score of an answer is the share of its comparisons that it wins. Neither answer wins if the result changes with
-the order of the answers, because models favour a position (arXiv 2306.05685). A reply without the requested JSON counts
+the order of the answers, because models favor a position (arXiv 2306.05685). A reply without the requested JSON counts
 as no comparison.
 """
 
