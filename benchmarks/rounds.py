@@ -27,7 +27,7 @@ PASSES = 2
 METHODS = {
     "SFT on the best answer": "",
     "DPO on pairs": "method=dpo train.beta=0.1 train.nll_coef=20 train.learning_rate=5e-4",
-    "KTO on labelled answers": "method=kto train.beta=0.1 train.undesirable_weight=0.02 train.learning_rate=5e-4",
+    "KTO on labeled answers": "method=kto train.beta=0.1 train.undesirable_weight=0.02 train.learning_rate=5e-4",
 }
 """What is trained, and its overrides of recipes/tiny/rounds.yaml. They were chosen on seed 0, for three rounds."""
 SHAPES = {

@@ -344,12 +344,12 @@ def test_what_torch_would_refuse_later_is_refused_at_once(folder, capsys):
 
 def test_our_warnings_are_labelled_and_noise_of_others_is_left_out(monkeypatch):
     record = logging.LogRecord("hf_posttrain.monitoring", logging.WARNING, "f", 1, "the loss is %s", ("odd",), None)
-    assert run.LabelledFormatter().format(record) == "warning: the loss is odd"
+    assert run.LabeledFormatter().format(record) == "warning: the loss is odd"
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    assert run.LabelledFormatter().format(record) == "\033[33mwarning:\033[0m the loss is odd"
+    assert run.LabeledFormatter().format(record) == "\033[33mwarning:\033[0m the loss is odd"
     for name, level in (("hf_posttrain.run", logging.INFO), ("other", logging.WARNING)):
         record.name, record.levelno = name, level
-        assert run.LabelledFormatter().format(record) == "the loss is odd"
+        assert run.LabeledFormatter().format(record) == "the loss is odd"
     with warnings.catch_warnings(record=True) as heard:
         run.set_up_messages()
         warnings.warn("'pin_memory' argument is set as true but no accelerator is found", stacklevel=1)

@@ -204,9 +204,7 @@ class KTOTrainer(PostTrainer):
         """Prepare a replaced training dataset, and update the class weights."""
         super().prepare_new_dataset()
         self.on_dataset_ready(self.train_dataset)
-        labeled = "label" in (
-            getattr(self.train_dataset, "column_names", None) or ()
-        )  # in rounds the rows are prompts
+        labeled = "label" in (getattr(self.train_dataset, "column_names", None) or ())  # in rounds the rows are prompts
         if labeled and "auto" in (self.args.desirable_weight, self.args.undesirable_weight):
             logger.info("class weights: desirable %.3g, undesirable %.3g", *self.class_weights)
 

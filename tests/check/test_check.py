@@ -260,9 +260,9 @@ def test_every_method_is_checked_and_probed(folder, method):
     for sample in found.tokens.samples:
         roles = list(dict.fromkeys(piece.role for piece in sample.pieces))
         assert roles == [column.removesuffix("_ids") for column in ("prompt_ids", *row.rows.answers)]
-        assert ("[[" in "".join(sample.lines(colour=False))) != row.rows.sampled
-        assert (sample.label is not None) == row.rows.labelled
-    assert "\nProbe\n  a step of 2 rows" in found.text(colour=False)
+        assert ("[[" in "".join(sample.lines(color=False))) != row.rows.sampled
+        assert (sample.label is not None) == row.rows.labeled
+    assert "\nProbe\n  a step of 2 rows" in found.text(color=False)
 
 
 # ---- tokens
@@ -271,11 +271,11 @@ def test_every_method_is_checked_and_probed(folder, method):
 def test_samples_show_what_is_trained(folder):
     write_rows(folder / "pairs.jsonl", [{"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5"}])
     [sample] = checked("method=dpo", "data={train: {path: pairs.jsonl}}").tokens.samples
-    assert sample.lines(colour=False) == [
+    assert sample.lines(color=False) == [
         "2 + 2 =", "chosen: [[ 4<|im_end|>]]", "rejected: [[ 5<|im_end|>]]"
     ]  # fmt: skip
     assert sample.boundary == "'2 + 2 =' | ' 4<|im_end|>'"
-    assert "\033[1;32m 4<|im_end|>\033[0m" in sample.lines(colour=True)[1]
+    assert "\033[1;32m 4<|im_end|>\033[0m" in sample.lines(color=True)[1]
 
 
 def test_answers_that_opd_trains_in_part_are_shown_as_trained(folder):
@@ -521,7 +521,7 @@ def test_a_probe_takes_rows_of_one_label_and_sends_nothing(folder, monkeypatch):
 
 def test_blank_lines_of_a_sample_are_kept(folder):
     write_rows(folder / "rows.jsonl", [{"prompt": "a\n\nb", "completion": "c"}])
-    assert "\n  a\n\n  b[[c<|im_end|>]]\n" in checked("data.eval=null").text(colour=False)
+    assert "\n  a\n\n  b[[c<|im_end|>]]\n" in checked("data.eval=null").text(color=False)
 
 
 def test_what_training_would_refuse_is_refused_unless_it_is_planned_for_elsewhere(folder, capsys):

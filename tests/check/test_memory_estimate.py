@@ -93,7 +93,7 @@ def test_a_frozen_model_is_cut_where_the_policy_is():
     assert not any(each["gradients"] for each in held.values())
     sizes = {name: each["parameters"] for name, each in held.items()}
     assert sizes == {"ddp": 4000, "zero2": 2000, "zero3": 500 + 200, "fsdp2": 1000 + 200}
-    quantised = Weights(frozen=600, numbers=1000, quantised=True)
+    quantised = Weights(frozen=600, numbers=1000, quantized=True)
     assert model_bytes(Engine("zero1", 4), quantised, "sgd", mixed=True)["parameters"] == 600
 
 
@@ -163,7 +163,7 @@ def test_quantised_weights(tmp_path, monkeypatch):
     rest = sum(p.numel() for p in model.parameters()) - linear
     buffers = sum(b.nbytes for b in model.buffers())
     assert found.frozen == int(linear * QUANTIZED_BYTES["4bit"] + rest * 4 + buffers)
-    assert found.quantised
+    assert found.quantized
 
 
 BATCH = MicroBatch(
@@ -248,7 +248,7 @@ def usual(method):
 
 TOKENS, PAIRED, LABELLED = (
     names_where(lambda row: row.unit == "tokens" and not row.second)[0], names_where(lambda row: row.rows.paired)[0],
-    names_where(lambda row: row.rows.labelled)[0],
+    names_where(lambda row: row.rows.labeled)[0],
 )  # fmt: skip
 RECIPES = {method: (method, *usual(method), {}) for method in METHODS} | {
     "tiny": (TOKENS, "tiny", None, {"per_device_train_batch_size": 4}, {}),
@@ -279,7 +279,7 @@ def row(method, number):
     found = {"prompt_ids": ids(PROMPT)} | {name: ids(ANSWER - 56 * n) for n, name in enumerate(kind.answers)}
     if kind.sampled:
         return {"prompt_ids": found["prompt_ids"]}
-    return found | ({"label": number % 2 == 0} if kind.labelled else {})
+    return found | ({"label": number % 2 == 0} if kind.labeled else {})
 
 
 def write_recipe(folder, name):

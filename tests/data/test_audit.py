@@ -56,7 +56,7 @@ def random_rows(method, seed, count=60):
     rows = []
     for _ in range(count):
         row = {"prompt": text(1, 2, 3, 30), **{key: text(1, 2, 12, 30) for key in answers_of(method)}}
-        rows.append(row | ({"label": draw.random() < 0.7} if METHODS[method].rows.labelled else {}))
+        rows.append(row | ({"label": draw.random() < 0.7} if METHODS[method].rows.labeled else {}))
     return rows
 
 
@@ -103,7 +103,7 @@ def test_counts_are_those_of_a_plain_loop(audited, method, seed):
     assert found.lengths["trained"] == (spread(lengths["completion"]) if kind.masked else None)
     assert found.duplicates.count == counts["repeated"] > 0
     assert (found.identical and found.identical.count) == (counts["identical"] if kind.paired else None)
-    if kind.labelled:
+    if kind.labeled:
         assert found.classes == {"desirable": counts["desirable"], "undesirable": 60 - counts["desirable"]}
         assert found.balance == counts["desirable"] / (60 - counts["desirable"])
         assert found.conflicts.count == counts["conflicts"] > 0
@@ -285,7 +285,7 @@ GOOD = {"prompt": "q", "completion": "answer"}
         ("dpo", [{"prompt": "q", "chosen": "a", "rejected": "a"}], {},
          "train: 1 of 1 pairs have the same chosen and rejected answer. Remove them (first rows 0)"),
         ("kto", [{**GOOD, "label": True}, {**GOOD, "label": False}], {},
-         "train: 2 of 2 answers are labelled desirable and undesirable. Keep one label (first rows 0, 1)"),
+         "train: 2 of 2 answers are labeled desirable and undesirable. Keep one label (first rows 0, 1)"),
         ("kto", [{**GOOD, "prompt": p, "label": True} for p in "pq"], {},
          "train: 2 desirable and 0 undesirable examples. Training requires both labels. Add examples of"
          " the missing one"),

@@ -20,7 +20,7 @@ from transformers import ByT5Tokenizer, GPT2Config, PreTrainedTokenizerFast
 
 from hf_posttrain import OPDConfig
 from hf_posttrain.data import prepare as prepare_module
-from hf_posttrain.data.column_inference import misspelt_columns
+from hf_posttrain.data.column_inference import misspelled_columns
 from hf_posttrain.data.encode import VERSION, Plan
 from hf_posttrain.data.formats import detect_format, read_format, unread_columns
 from hf_posttrain.data.lengths import warn_if_too_long
@@ -1151,7 +1151,7 @@ def test_template_switches_of_rows_without_messages_are_told(caplog):
 )
 def test_columns_that_are_likely_misspelt(method, columns, told):
     form = detect_format(columns, METHODS[method])
-    assert misspelt_columns(unread_columns(columns, form), columns, form, METHODS[method]) == told
+    assert misspelled_columns(unread_columns(columns, form), columns, form, METHODS[method]) == told
 
 
 COMMON = [
@@ -1176,7 +1176,7 @@ def test_common_columns_are_not_taken_for_mistakes(method):
     for one in METHODS[method].rows.formats:
         columns = [*dict.fromkeys([*one.split(" + "), *COMMON])]
         form = detect_format(columns, METHODS[method])
-        assert misspelt_columns(unread_columns(columns, form), columns, form, METHODS[method]) == {}
+        assert misspelled_columns(unread_columns(columns, form), columns, form, METHODS[method]) == {}
 
 
 def test_a_misspelt_column_and_plain_rows_are_each_told_in_a_line(caplog):

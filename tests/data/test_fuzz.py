@@ -444,14 +444,14 @@ def text_row(plain, row, kind, form, options):
     if isinstance(prompt, str):
         need(not tools_text(row))
         need(not options.get("assistant_only_loss"))
-        if any(map(blank, answers)) and not (kind.labelled and len(answers) == 2):
+        if any(map(blank, answers)) and not (kind.labeled and len(answers) == 2):
             return [], [[] for _ in answers], None
         if not prompt:  # the BOS that an answer to nothing begins with is that of the row
             answers = [each.removeprefix(plain.begin) for each in answers]
         return plain.ids(prompt), [[] if blank(each) else plain.ended(each, plain.text_end) for each in answers], None
     need(all(each[0]["role"] == "assistant" for each in answers))
     need(kind.sampled or all(turn.get("weight") != 0 and whole_weight(turn) for each in answers for turn in each))
-    if (answers and all(map(blank, answers))) or (any(map(blank, answers)) and not kind.labelled):
+    if (answers and all(map(blank, answers))) or (any(map(blank, answers)) and not kind.labeled):
         return [], [[] for _ in answers], None
     start = with_tools(plain.opened(prompt))
     if options.get("assistant_only_loss"):
@@ -479,7 +479,7 @@ def expected(plain, kind, form, row, options):
         branches, mask = (branches, mask) if said in ("true", "1", "1.0") else ([], None)  # not the right answer
     ends = [] if tokenised else [[plain.special[end]] for end in (END, plain.text_end)]
     branches = [[] if branch in ends else branch for branch in branches]
-    if kind.labelled and len(branches) == 2:
+    if kind.labeled and len(branches) == 2:
         need(prompt or not any(branches))
         examples = [(prompt, [branch], None, label) for branch, label in zip(branches, (True, False), strict=True)]
         return [example if example[1][0] else None for example in examples]

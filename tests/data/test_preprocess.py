@@ -259,11 +259,11 @@ def test_two_launched_processes_find_what_the_command_prepared(folder):
     out, err, files = command("-m", "hf_posttrain.run", "recipe.yaml", ONLY, workers, cache=cache)
     lines = [line for line in out.splitlines() if "cached in" in line]
     assert [line.split()[0] for line in lines] == ["train:", "eval:"]
-    assert "Tokenising train (rows.jsonl)" in err
-    assert "Tokenising eval (eval.jsonl)" in err
+    assert "Tokenizing train (rows.jsonl)" in err
+    assert "Tokenizing eval (eval.jsonl)" in err
     again, err, same = command(*launcher, "-m", "hf_posttrain.run", "recipe.yaml", ONLY, cache=cache)
     assert [line for line in again.splitlines() if "cached in" in line] == lines
-    assert "Tokenising" not in err
+    assert "Tokenizing" not in err
     _, err, after = command(*launcher, "-m", "hf_posttrain.run", "recipe.yaml", cache=cache)
-    assert "Tokenising" not in err
+    assert "Tokenizing" not in err
     assert files == same == after

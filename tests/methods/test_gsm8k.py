@@ -22,7 +22,7 @@ from hf_posttrain.run import main
 RECIPES = Path(__file__).parents[2] / "recipes"
 STEPS, BATCH = 20, 2
 FILES = {
-    name: "preference" if method.rows.paired else "unpaired" if method.rows.labelled else "train"
+    name: "preference" if method.rows.paired else "unpaired" if method.rows.labeled else "train"
     for name, method in TABLE.items()
 }
 EXPECTED = (  # a regular expression, and why it is right that it appears

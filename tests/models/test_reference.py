@@ -83,7 +83,7 @@ def test_a_policy_changed_in_memory_is_its_own_reference(method, tmp_path):
     trainer = trainer_for(method, policy, token_rows(method), tmp_path, max_steps=3, learning_rate=1e-3)
     before = parameters_of(trainer.second_models[0].model)
     trainer.train()
-    assert trainer.state.log_history[0]["loss"] == pytest.approx(0.5 if TABLE[method].rows.labelled else LN2, abs=1e-5)
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(0.5 if TABLE[method].rows.labeled else LN2, abs=1e-5)
     assert all(torch.equal(p, before[name]) for name, p in trainer.second_models[0].model.named_parameters())
     assert any(not torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())
 

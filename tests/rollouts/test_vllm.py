@@ -116,7 +116,7 @@ def assert_equal_weights(found, expected):
 def test_each_step_samples_with_the_policys_own_weights(sampler, tmp_path):
     """After every synchronisation the weights are equal on both sides, and rollouts are what the policy would say."""
     trainer, server = opd(sampler, tmp_path)
-    synchronise, sample, states = trainer.sampler.synchronise, trainer.sampler.sample, []
+    synchronise, sample, states = trainer.sampler.synchronize, trainer.sampler.sample, []
 
     def watched():
         synchronise()
@@ -138,7 +138,7 @@ def test_each_step_samples_with_the_policys_own_weights(sampler, tmp_path):
         trainer.model.train()
         return found
 
-    trainer.sampler.synchronise, trainer.sampler.sample = watched, compared
+    trainer.sampler.synchronize, trainer.sampler.sample = watched, compared
     trainer.train()
     assert len(states) == 3
     for before, after in itertools.pairwise(states):
@@ -172,7 +172,7 @@ def test_a_hundred_transfers_of_an_adapter_leave_the_base_bit_for_bit(sampler, t
     trainer, _ = opd(sampler, tmp_path, tiny_model().to(torch.bfloat16))
     before = weights(trainer.model)
     for _ in range(100):
-        trainer.sampler.synchronise()
+        trainer.sampler.synchronize()
     assert_equal_weights(weights(trainer.model), before)
 
 
@@ -204,8 +204,8 @@ def test_both_modes_train_the_same(lora, tmp_path, vllm):
 @pytest.mark.parametrize("sampler", IN_TURNS, ids=NAMES, indirect=True)
 def test_weights_are_sent_once_a_step_and_whenever_they_may_have_changed(sampler, tmp_path):
     trainer, _ = opd(sampler, tmp_path, eval_strategy="steps", eval_steps=1, eval_on_start=True, max_steps=2)
-    sent, synchronise = [], trainer.sampler.synchronise
-    trainer.sampler.synchronise = lambda: (sent.append(trainer.state.global_step), synchronise())
+    sent, synchronise = [], trainer.sampler.synchronize
+    trainer.sampler.synchronize = lambda: (sent.append(trainer.state.global_step), synchronise())
     trainer.train()
     assert sent == [0, 1, 2]  # an evaluation and the window after it share them
     with torch.no_grad():
@@ -237,7 +237,7 @@ def test_padding_of_the_vocabulary_is_never_drawn(sampler, tmp_path, monkeypatch
     if server:
         server.model = copy.deepcopy(student)  # started with a model of its size
     assert trainer.sampler.sampling_parameters["logit_bias"] == {token: -100.0 for token in range(300, 340)}
-    trainer.sampler.synchronise()
+    trainer.sampler.synchronize()
     assert max(map(max, ids_of(trainer.sampler.sample([[1, 2, 3]] * 20, 2, 4, (0,))))) < 300
     monkeypatch.setitem(trainer.sampler.sampling_parameters, "logit_bias", None)
     with pytest.raises(RuntimeError, match="vLLM sampled an id of the vocabulary's padding"):
@@ -256,7 +256,7 @@ def test_more_padding_than_vllm_can_be_kept_from_is_refused(sampler, tmp_path):
 def test_the_engine_is_asked_for_the_students_own_length_precision_and_adapter(sampler, tmp_path):
     trainer, _ = opd(sampler, tmp_path, max_length=48, sampler={"kind": "vllm_colocate", "gpu_memory_utilization": 0.2})
     state = torch.get_rng_state()
-    trainer.sampler.synchronise()
+    trainer.sampler.synchronize()
     assert torch.equal(torch.get_rng_state(), state)  # whatever vLLM seeds
     lora = {"enable_lora": True, "max_lora_rank": 8} if trainer.sampler.lora else {}
     assert trainer.sampler.llm.fields == lora | {
@@ -264,7 +264,7 @@ def test_the_engine_is_asked_for_the_students_own_length_precision_and_adapter(s
         "gpu_memory_utilization": 0.2, "enable_prefix_caching": True, "distributed_executor_backend": "uni",
         "logprobs_mode": "processed_logprobs",
     }  # fmt: skip
-    trainer.sampler.synchronise()
+    trainer.sampler.synchronize()
     trainer.sampler.sample([[1, 2], [3]], 2, 4, (0,))
     # scrambled ones before all others, and a look at what arrived
     log = ["weights", "weights", *(["reset", ("generate", 4, 1)] if lora else [])]  # and a scrambled adapter
@@ -478,7 +478,7 @@ def trained(rank, engine, folder, lora, options):
     vllm_for_tests.install()
     peft_config = peft.LoraConfig(**LORA) if lora else None
     trainer, _ = opd({"peft_config": peft_config}, folder, max_steps=2, **options, **engine_arguments(engine))
-    synchronise, sample = trainer.sampler.synchronise, trainer.sampler.sample
+    synchronise, sample = trainer.sampler.synchronize, trainer.sampler.sample
     states, wholes, rollouts = [], [], []
 
     def watched():
@@ -493,7 +493,7 @@ def trained(rank, engine, folder, lora, options):
         rollouts.append(ids_of(groups))
         return groups
 
-    trainer.sampler.synchronise, trainer.sampler.sample = watched, drawn
+    trainer.sampler.synchronize, trainer.sampler.sample = watched, drawn
     trainer.train()
     return states, wholes, rollouts
 
@@ -719,7 +719,7 @@ def test_vllm_itself_samples_with_the_policys_weights(tmp_path):
     sampler = {"kind": "vllm_colocate", "gpu_memory_utilization": 0.1}
     trainer, _ = opd({"use_cpu": False}, tmp_path, model, bf16=False, sampler=sampler)
     for _ in range(2):
-        trainer.sampler.synchronise()
+        trainer.sampler.synchronize()
         greedy = vllm.SamplingParams(temperature=0, max_tokens=8, detokenize=False, ignore_eos=True)
         [found] = trainer.sampler.llm.generate([{"prompt_token_ids": [1, 2, 3]}], greedy, use_tqdm=False)
         ids = torch.tensor([[1, 2, 3]], device=trainer.args.device)

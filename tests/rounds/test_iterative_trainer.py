@@ -682,7 +682,7 @@ def test_a_first_round_without_rows_is_an_error_with_its_reasons(tmp_path):
 
 def test_labels_of_one_kind_are_warned_of(tmp_path, caplog):
     trainer("kto", tmp_path, {"count": 1, "pair": {"threshold": 2.0}}).train()
-    assert "round 1: all 44 labelled answers are bad. One label alone does not define a preference" in caplog.text
+    assert "round 1: all 44 labeled answers are bad. One label alone does not define a preference" in caplog.text
 
 
 def test_a_later_round_without_rows_ends_training(tmp_path, caplog):

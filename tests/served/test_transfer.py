@@ -92,7 +92,7 @@ def test_rollouts_are_drawn_at_the_temperature_by_seed_and_without_padding(qwen,
     trainer = opd(qwen, tmp_path, student, temperature=0.5, num_generations=64)
     trainer.vocabulary = 200  # as if the teacher had no more
     trainer.sampler.sampling_parameters = vllm.sampling_parameters(trainer)
-    trainer.sampler.synchronise()
+    trainer.sampler.synchronize()
 
     def sample(longest, *seed):
         groups = trainer.sampler.sample([[5, 6, 7]] * 16, 64, longest, seed)

@@ -53,7 +53,7 @@ def step(method, architecture, tmp_path, rows=None, **config):
 
 
 def partners_of(method, rows, tmp_path):
-    if not TABLE[method].rows.labelled:
+    if not TABLE[method].rows.labeled:
         return None
     trainer = trainer_for(method, tiny_model(), rows, tmp_path)
     return find_partners(trainer.train_dataset, trainer.args.seed)

@@ -57,7 +57,7 @@ def rows(method):
             row |= {"completion_ids": ids(long, n + 1)}
         if kind.masked:
             row["completion_mask"] = [1] * long
-        if kind.labelled:
+        if kind.labeled:
             row["label"] = n % 2 == 0
         out.append(row)
     return datasets.Dataset.from_list(out)

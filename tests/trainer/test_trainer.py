@@ -286,7 +286,7 @@ def test_compute_metrics_gets_log_probs_of_each_example(method, shape, tmp_path)
     assert seen[0][1][0] == 5
 
 
-@pytest.mark.parametrize("method", names_where(lambda method: not method.rows.labelled))
+@pytest.mark.parametrize("method", names_where(lambda method: not method.rows.labeled))
 def test_streams_train(method, tmp_path):
     rows = token_rows(method).to_iterable_dataset()
     trainer = trainer_for(method, tiny_model(), rows, tmp_path, second=second_for(method), max_steps=2)
@@ -730,7 +730,7 @@ def test_a_cpu_run_has_no_bf16(tmp_path):
 # ---- found in review
 
 
-@pytest.mark.parametrize("method", names_where(lambda method: not (method.rows.labelled or method.rows.sampled)))
+@pytest.mark.parametrize("method", names_where(lambda method: not (method.rows.labeled or method.rows.sampled)))
 def test_a_stream_trains_on_every_token(method, tmp_path):
     """Accelerate would cut each tensor of a streamed batch to the number of its rows."""
     expected = one_step(method, tiny_model(), token_rows(method), tmp_path, second=second_for(method))
