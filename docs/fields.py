@@ -13,7 +13,7 @@ from importlib.metadata import version
 from typing import Any
 
 from hf_posttrain.methods import METHODS
-from hf_posttrain.recipe.fields import FILE, TYPES, Fields, choices, fields_of, lora_fields, union_members, train_fields
+from hf_posttrain.recipe.fields import FILE, TYPES, Fields, choices, fields_of, lora_fields, train_fields, union_members
 from hf_posttrain.trainer.config import PostTrainConfig
 
 

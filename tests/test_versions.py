@@ -29,4 +29,4 @@ def test_a_slower_way_to_sample_is_told_with_its_reason(monkeypatch, caplog):
     monkeypatch.setattr(sampler_selection, "cache_argument", lambda kind: "")
     with caplog.at_level(logging.INFO):
         rollout.generate(tiny_model(), [[1, 2, 3]], 3, [], 256)
-    assert "is sampled by transformers' generate, which is slower: its forward has no argument with a known name for a cache" in caplog.text
+    assert "which is slower: its forward has no argument with a known name for a cache" in caplog.text

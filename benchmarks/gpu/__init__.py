@@ -1,1 +1,1 @@
-"""Benchmarks for one GPU that fit into a 15-minute slot: `bash benchmarks/gpu.sh`, described in docs/reference/benchmarks.md."""
+"""Benchmarks for one GPU in a slot of 15 minutes: `bash benchmarks/gpu.sh`. See docs/reference/benchmarks.md."""

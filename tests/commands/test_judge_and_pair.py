@@ -131,7 +131,10 @@ def test_a_teacher_scores_texts_with_their_end(folder):
         (["--by", "function", "test_judge_and_pair:broken"], "KeyError: 'score' (test_judge_and_pair.py, line "),
         (["--by", "function", "test_judge_and_pair:lazy"], "KeyError: 'score' (test_judge_and_pair.py, line "),
         (["--by", "function", "wrong:f"], "function 'wrong:f' cannot be imported (SyntaxError: "),
-        (["--by", "function", "failing:f"], "function 'failing:f' cannot be imported (ZeroDivisionError: division by zero (failing.py, "),
+        (
+            ["--by", "function", "failing:f"],
+            "function 'failing:f' cannot be imported (ZeroDivisionError: division by zero (failing.py, ",
+        ),
     ],
 )
 def test_what_cannot_judge_is_said_in_a_line(arguments, said, folder, capsys):
@@ -275,7 +278,11 @@ def test_a_judge_reads_the_texts_that_it_reads_in_a_round(folder):
             [],
             "none of the 1 prompts gives a row; prompts without a row: 1",
         ),
-        ([{"prompt": "p", "completion": c, "score": 1} for c in "ab"], ["--threshold", "2"], "--threshold is only valid with"),
+        (
+            [{"prompt": "p", "completion": c, "score": 1} for c in "ab"],
+            ["--threshold", "2"],
+            "--threshold is only valid with",
+        ),
         (
             [{"prompt": "p", "completion": c, "score": n} for n, c in enumerate("ab")],
             ["--ids"],
@@ -317,11 +324,11 @@ def test_a_file_goes_on_behind_its_last_whole_piece(tmp_path):
         cut.write('{"n": 3, "tex')
     assert not out.exists()
     with pytest.raises(
-        InputError, match="was written by an earlier command with other values of n, of. Run that command again"
+        InputError, match=r"was written by an earlier command with other values of n, of. Run that command again"
     ):
         ResumableFile(out, {"of": 2, "n": 1})
     with pytest.raises(
-        InputError, match="was written by an earlier command with other values of of. Run that command again"
+        InputError, match=r"was written by an earlier command with other values of of. Run that command again"
     ):
         ResumableFile(out, {})
     with ResumableFile(out, key) as file:

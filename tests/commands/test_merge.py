@@ -148,7 +148,8 @@ def test_a_model_that_sees_is_merged_with_its_tower(folder):
     (["adapter", "new", "--base", "quantised"], "quantised is quantized (bitsandbytes), which would round"),
     (["biased", "new"], "biased cannot be merged: Impossible to merge LoRA with `lora_bias=True`"),
     (["nameless", "new"], "does not name the base model of the adapter"), (["cut", "new"], "adapter cut: "),
-    (["empty", "new"], "empty has no adapter"), (["prompt", "new"], "PROMPT_TUNING is not supported. Use an adapter that acts only inside layers"),
+    (["empty", "new"], "empty has no adapter"),
+    (["prompt", "new"], "PROMPT_TUNING is not supported. Use an adapter that acts only inside layers"),
     (["adapter", "new", "--dtype", "int8"], "--dtype"), (["adapter"], "OUT"),
 ])  # fmt: skip
 def test_what_cannot_be_merged_is_said_in_a_line_and_leaves_nothing(arguments, said, folder):

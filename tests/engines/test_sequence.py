@@ -209,7 +209,8 @@ def refusals(rank):
 def test_what_cannot_be_cut_is_refused():
     said = on_two(refusals, "zero3")[0]
     for name, words in {
-        "dpo": "not supported for method dpo", "ddp": "ZeRO stage 2 or 3", "zero1": "ZeRO stage 2 or 3", "ranks": "not 2",
+        "dpo": "not supported for method dpo",
+        "ddp": "ZeRO stage 2 or 3", "zero1": "ZeRO stage 2 or 3", "ranks": "not 2",
         "shared": "layout: padded", "packing": "packing cannot be combined", "exact_match": "eval_exact_match cannot",
         "noise": "neftune_noise_alpha", "context": "Use sp_size", "eager": "requires sdpa",
         "window": "layers of type sliding_attention with sdpa", "gpt2": "requires num_key_value_heads",

@@ -456,7 +456,7 @@ def test_a_model_by_name_brings_its_processor(tmp_path):
     args = config_class(TABLE["sft"])(output_dir=str(tmp_path / "out"), use_cpu=True, report_to="none", max_steps=1)
     trainer = trainer_class(TABLE["sft"])(str(tmp_path / "model"), args, train_dataset=conversations("sft"))
     assert trainer.data_collator.vision_inputs
-    with pytest.raises(InputError, match="is a vision-language model. Set images: true"):
+    with pytest.raises(InputError, match=r"is a vision-language model\. Set images: true"):
         load_model(ModelSection(str(tmp_path / "model")))
 
 
@@ -478,7 +478,7 @@ def test_a_model_that_sees_nothing_is_told(tmp_path):
 
     _, given = options("qwen3_vl", "sft")
     with pytest.raises(
-        InputError, match="Qwen3ForCausalLM does not support images. Load it with AutoModelForImageTextToText"
+        InputError, match=r"Qwen3ForCausalLM does not support images\. Load it with AutoModelForImageTextToText"
     ):
         trainer_for("sft", tiny_model(), conversations("sft"), tmp_path, **given)
 

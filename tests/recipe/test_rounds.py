@@ -76,7 +76,7 @@ def test_the_resolved_recipe_is_read_again(folder):
         (["rounds.judge={by: model, name: nowhere/at/all}"], "rounds.judge.name: nowhere/at/all: no such folder"),
         (["rounds.judge.opponents=2"], "rounds.judge is 'exact_match'. Set rounds.judge to a mapping"),
         (["rounds.judge=nowhere:grade"], "function 'nowhere:grade'"),
-        (["rounds.max_completion_length=40"], "recipe.yaml:11: train.max_length=40 must exceed rounds.max_completion_length=40"),
+        (["rounds.max_completion_length=40"], "recipe.yaml:11: train.max_length=40 must exceed rounds.max_completion"),
         (["train.precompute_ref_log_probs=true"], "precompute_ref_log_probs cannot be combined with rounds"),
         (["rounds.sampler=vllm_colocate"], "requires the package vllm"),
         (["rounds.sampler=vllm_server"], "rounds.sampler requires sampler.base_url"),

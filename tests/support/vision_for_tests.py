@@ -90,7 +90,9 @@ def processor_of(kind):
     tiles = {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 16}}
     options = {"image_seq_len": 4, "chat_template": tokenizer.chat_template}
     if kind == "smolvlm":
-        return without_video_processor(tf.SmolVLMProcessor)(SmolVLMImageProcessorPil(**tiles), tokenizer, None, **options)
+        return without_video_processor(tf.SmolVLMProcessor)(
+            SmolVLMImageProcessorPil(**tiles), tokenizer, None, **options
+        )
     return tf.Idefics3Processor(Idefics3ImageProcessorPil(**tiles), tokenizer, **options)
 
 

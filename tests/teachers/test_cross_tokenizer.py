@@ -274,7 +274,11 @@ def test_a_served_teacher_with_its_own_tokenizer_is_as_a_local_one(method, other
 @pytest.mark.parametrize(
     ("method", "config", "message"),
     [
-        ("opd", {"teacher": {"tokenizer": "x", "top_k": 5}}, "teacher.top_k cannot be combined .* aligned with the student"),
+        (
+            "opd",
+            {"teacher": {"tokenizer": "x", "top_k": 5}},
+            "teacher.top_k cannot be combined .* aligned with the student",
+        ),
         (
             "opd",
             {"loss_type": "policy_gradient", "reward": {"function": "exact_match"}, "num_generations": 2},
