@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--temperature",
         type=number_type(0, float),
-        help="sampling temperature; 0 decodes greedily (default: that of the recipe, or 1)",
+        help="sampling temperature; 0 decodes greedily (default: that of the recipe's rollouts or rounds, or 1)",
     )
     parser.add_argument(
         "--max_completion_length",
