@@ -60,9 +60,9 @@ def join_names(names: Iterable[str]) -> str:
     return ", ".join(printable(str(name)) for name in names)
 
 
-def count_noun(count: int, noun: str) -> str:
+def count_noun(count: int, noun: str, ending: str = "s") -> str:
     """Return a count with its noun in the singular or plural, such as "1 row" and "2 rows"."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}{ending}"
 
 
 def printable(text: str, keep: str = "") -> str:

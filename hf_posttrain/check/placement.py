@@ -20,7 +20,7 @@ from ..batching.micro_batch import MicroBatch
 from ..data.images import ImageReader, get_image_reader
 from ..engines import launch
 from ..engines.config_files import check_accelerate_file
-from ..errors import InputError
+from ..errors import InputError, count_noun
 from ..models import adapters, load
 from ..models.config import ModelSection
 from ..models.policy import freeze_vision
@@ -54,7 +54,7 @@ class Engine:
         on_host = (
             "all but gathered layers" if self.offload_params else "the optimizer" if self.offload_optimizer else ""
         )
-        processes = f"{self.processes} process{'es' * (self.processes > 1)}"
+        processes = count_noun(self.processes, "process", "es")
         return f"{self.name}, {processes}" + (f", {on_host} in host memory" if on_host else "")
 
 

@@ -422,7 +422,7 @@ def collect_notes(
             notes[f"{key}: {problem}"] = logging.INFO
     counts = facts.unread.value_counts().rename("n").rename_axis("part").reset_index()
     counts = counts.assign(part=counts.part.str.split(", ")).explode("part").groupby("part").n.sum()
-    if listing := ", ".join(f"{part} (in {n} example{'s' * (n != 1)})" for part, n in counts.items() if part):
+    if listing := ", ".join(f"{part} (in {count_noun(n, 'example')})" for part, n in counts.items() if part):
         notes[f"the chat template does not use: {listing}"] = logging.WARNING
     if count := int((facts.state & OTHER_ROLES > 0).sum()):
         problem = "examples have user or tool turns inside an answer, which are trained as a part of it, as in TRL"

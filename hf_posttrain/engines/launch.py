@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainingArguments
 from transformers.utils.import_utils import enable_tf32, is_torch_tf32_available
 
-from ..errors import InputError, LaunchError
+from ..errors import InputError, LaunchError, count_noun
 from . import config_files
 from . import engine as engines
 
@@ -170,7 +170,7 @@ def describe_launch(trainer: "Trainer") -> str:
     args = trainer.args
     count = trainer.accelerator.num_processes
     precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "no mixed precision"
-    processes = f"{count} process{'es' * (count > 1)}"
+    processes = count_noun(count, "process", "es")
     rows = trainer.get_total_train_batch_size(args)
     return f"on engine {engines.engine_name(trainer.accelerator)}, {processes}, {rows} rows a step, {precision}"
 

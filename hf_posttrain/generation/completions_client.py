@@ -236,21 +236,26 @@ def as_server_error() -> Iterator[None]:
 
 
 def raise_on_all_ranks(function: Callable[[], Result]) -> Result:
-    """Return the result of `function` on each rank, or raise the ServerError of any rank on all of them.
+    """Return the result of `function` on each rank, or raise the InputError or ServerError of any rank on all of them.
 
-    Without it, ranks would wait for the one that failed. An invalid response is a ServerError, too.
+    Without it, ranks would wait for the one that failed.
     """
     result = None
-    server_error = None
+    error = None
     try:
-        with as_server_error():
-            result = function()
-    except ServerError as error:
-        server_error = error
-    errors = gather_object([server_error and (str(server_error), server_error.status)])
+        result = function()
+    except InputError as raised:
+        error = raised
+    errors = gather_object([error and (str(error), getattr(error, "status", None))])
     if first := next(filter(None, errors), None):
-        raise ServerError(*first) from server_error
+        message, status = first
+        raise (InputError(message) if status is None else ServerError(message, status)) from error
     return result  # type: ignore[return-value]
+
+
+def ask_on_all_ranks(function: Callable[[], Result]) -> Result:
+    """Call `raise_on_all_ranks` with a function that uses a server: an invalid response is a ServerError, too."""
+    return raise_on_all_ranks(as_server_error()(function))
 
 
 def _error_reason(error: object) -> str:

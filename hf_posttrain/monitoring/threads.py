@@ -2,6 +2,8 @@
 
 import os
 
+from ..errors import count_noun
+
 
 def oversubscription_hint(threads: int, processes: int) -> str:
     """Return a line that states that threads wait for each other, or an empty string if there are enough cores.
@@ -14,7 +16,7 @@ def oversubscription_hint(threads: int, processes: int) -> str:
     total = threads * processes
     # the load of the last minute includes this run, with at most all of its threads
     other_load = os.getloadavg()[0] - total if hasattr(os, "getloadavg") else 0.0
-    run = f"{processes} process{'es' * (processes > 1)} of {threads} thread{'s' * (threads > 1)}"
+    run = f"{count_noun(processes, 'process', 'es')} of {count_noun(threads, 'thread')}"
     better = max(1, cores // (2 * processes) if other_load > cores / 2 else cores // processes)
     if better >= threads:
         return ""

@@ -19,6 +19,7 @@ from ..rounds.config import RoundsSection, expand_rounds
 from ..rounds.judges.config import MODEL_JUDGES
 from ..teachers.options import COMPARISON_OPTIONS, TEACHER
 from ..trainer.limits import Problem
+from ..trainer.method_spec import Method
 from ..trainer.renamed_options import RENAMED, rename_options, warn_about_old_names
 from ..trainer.rules import drop_trl_defaults, replacement_hint
 from . import rules
@@ -170,7 +171,7 @@ def _move_comparison_options(tree: dict[Any, Any], locations: dict[str, str]) ->
 
 def _rename_old_options(tree: dict[Any, Any], locations: dict[str, str]) -> dict[Any, Any]:
     """Give options their new names, which get the locations of the old ones."""
-    method = METHODS.get(tree["method"]) if isinstance(tree.get("method"), str) else None
+    method = _method_spec(tree.get("method"))
     sections = {
         "train": (method.groups if method else {}, train_fields(method.name) if method else ()),
         "rounds": ({"sampler": SAMPLERS}, fields_of(RoundsSection)),
@@ -292,12 +293,12 @@ def _suggest_key(method: object, key: str) -> str | None:
         key: The dotted key.
     """
     section, _, name = re.sub(r"\.\d+\.", ".", key).rpartition(".")
-    method_name = method if isinstance(method, str) and method in METHODS else None
+    spec = _method_spec(method)
     if section == "train" and (hint := _suggest_renamed_option(method, name)):
         return hint
     if known_key := _FOREIGN_NAMES.get(f"{section}.{name}") or _FOREIGN_NAMES.get(name):
         return f"use {known_key}"
-    if known_key := _find_in_other_section(method_name, section, name):
+    if known_key := _find_in_other_section(spec, section, name):
         return f"use {known_key}"
     if section in ("", "train") and (methods := methods_with_option(name)):
         return _suggest_method(method, name, methods)
@@ -313,18 +314,18 @@ def _suggest_renamed_option(method: object, name: str) -> str | None:
         if problem := _method_problem(method):
             return f"its name is now {RENAMED[name]}, and {problem}. Set method to {' or '.join(methods)}"
         return f"its name is now {RENAMED[name]}, which method {method} does not have, only {' and '.join(methods)}"
-    config_name = METHODS[method].config_name if isinstance(method, str) and method in METHODS else ""
-    return replacement_hint(name, "recipe", config_name)
+    spec = _method_spec(method)
+    return replacement_hint(name, "recipe", spec.config_name if spec else "")
 
 
-def _find_in_other_section(method_name: str | None, section: str, name: str) -> str | None:
+def _find_in_other_section(spec: Method | None, section: str, name: str) -> str | None:
     """Return the dotted key of another section in which a name is known, or None."""
     sections = {
         "model": fields_of(ModelSection),
         "data.train": fields_of(Source),
         "data": fields_of(DataSection),
         "model.lora": lora_fields(),
-        "train": train_fields(method_name or next(iter(METHODS))),
+        "train": train_fields(spec.name if spec else next(iter(METHODS))),
     }
     return next((f"{other}.{name}" for other, names in sections.items() if name in names and other != section), None)
 
@@ -347,4 +348,9 @@ def _method_problem(method: object) -> str | None:
     """Return the problem with the value of the key `method`, or None for a valid value."""
     if method is None:
         return "method is missing"
-    return None if isinstance(method, str) and method in METHODS else f"there is no method {short_repr(method)}"
+    return None if _method_spec(method) else f"there is no method {short_repr(method)}"
+
+
+def _method_spec(method: object) -> Method | None:
+    """Return the row of the table of methods for the value of the key `method`, or None for an invalid value."""
+    return METHODS.get(method) if isinstance(method, str) else None

@@ -30,7 +30,7 @@ from safetensors.torch import load_file, save_file
 from ..capabilities import Feature, conflict_message
 from ..errors import InputError
 from ..generation import rollout
-from ..generation.completions_client import UNMODIFIED_SAMPLING, raise_on_all_ranks
+from ..generation.completions_client import UNMODIFIED_SAMPLING, ask_on_all_ranks
 from ..scoring import forward as scoring
 from ..scoring.head import LogProb
 from ..scoring.layouts import Branch, Example
@@ -244,7 +244,7 @@ class VLLMSampler:
                 target.mkdir(exist_ok=True)
                 save_file(weights, file, metadata={"format": "pt"})
 
-        raise_on_all_ranks(write)  # the disk may be full
+        ask_on_all_ranks(write)  # the disk may be full
         return target
 
     def _remove(self, number: int) -> None:

@@ -14,7 +14,7 @@ from accelerate.utils import gather_object
 from peft import PeftConfig
 
 from ..errors import InputError
-from ..generation.completions_client import Server, ServerError, as_server_error, raise_on_all_ranks, run_concurrently
+from ..generation.completions_client import Server, ServerError, as_server_error, ask_on_all_ranks, run_concurrently
 from ..scoring import forward as scoring
 from .completion import Completion
 from .interface import SamplingInterface
@@ -41,7 +41,7 @@ class VLLMServerSampler(VLLMSampler):
 
     def __init__(self, trainer: SamplingInterface) -> None:
         super().__init__(trainer)
-        self.card = card = raise_on_all_ranks(lambda: check_server(self.options, self.lora, trainer.args.max_length))
+        self.card = card = ask_on_all_ranks(lambda: check_server(self.options, self.lora, trainer.args.max_length))
         self.server = _make_server(self.options)
         self.model = card["id"]
         base = scoring.causal_lm(trainer.model).name_or_path
@@ -88,7 +88,7 @@ class VLLMServerSampler(VLLMSampler):
                 raise ServerError(f"{problem}. Use a server that serves this run alone")
             return self._get_instance_id()
 
-        self.instance_id = raise_on_all_ranks(send)
+        self.instance_id = ask_on_all_ranks(send)
         # the newest adapter stays: vLLM may read it again
         self._remove(self.write_count - 1 if self.lora else self.write_count)
 
@@ -109,8 +109,8 @@ class VLLMServerSampler(VLLMSampler):
             prefetched_result = self.prefetched_result
             self.prefetched_result = None
             try:
-                groups = raise_on_all_ranks(prefetched_result or sample)
-                same = raise_on_all_ranks(lambda: not first or self._get_instance_id() == self.instance_id)
+                groups = ask_on_all_ranks(prefetched_result or sample)
+                same = ask_on_all_ranks(lambda: not first or self._get_instance_id() == self.instance_id)
             except ServerError as error:
                 if not (self.lora and error.status == 404):  # a server that has restarted does not know the adapter
                     raise

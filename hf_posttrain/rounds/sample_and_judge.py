@@ -10,15 +10,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import datasets
 import xxhash
 from accelerate.utils import gather_object
 
-from ..errors import InputError
 from ..generation import rollout
-from ..generation.completions_client import ServerError
+from ..generation.completions_client import raise_on_all_ranks
 from ..models.score_cache import rows_key, weights_key
 from ..monitoring.progress import TaskProgress
 from ..scoring.forward import unwrap_model
@@ -39,7 +38,6 @@ ONLINE_CHUNK_SIZE = 8
 """Number of prompts that are answered at once in online training, where a round has few prompts."""
 WEIGHT_SAMPLE = 64
 """Number of values of each weight that are hashed to distinguish policies."""
-Result = TypeVar("Result")
 
 
 @dataclass
@@ -85,7 +83,7 @@ def round_files(trainer: "InRounds", prompts: datasets.Dataset, *seed: int) -> R
     args = trainer.args
     options = trainer.rollout_options
     weights = weights_key(unwrap_model(trainer.model).state_dict(keep_vars=True), sample=WEIGHT_SAMPLE)
-    judge = raise_input_error_on_all_ranks(trainer.judge.key)
+    judge = raise_on_all_ranks(trainer.judge.key)
     key = [
         weights,
         rows_key(prompts, trainer),
@@ -153,7 +151,7 @@ def sample_and_judge(
             ]
             # in the last iteration a rank may have no chunk, and a judge is never called without questions
             score: Callable[[], list[Any]] = partial(trainer.judge.score, questions) if questions else list
-            scores = raise_input_error_on_all_ranks(score)
+            scores = raise_on_all_ranks(score)
             if number is not None:
                 chunks[number] = [ScoredCompletions(*fields) for fields in zip(answers, scores, strict=True)]
                 files.write(number, chunks[number])
@@ -167,21 +165,3 @@ def sample_and_judge(
 def chunk_size(section: RoundsSection) -> int:
     """Return the number of prompts of a chunk."""
     return ONLINE_CHUNK_SIZE if section.steps else CHUNK_SIZE
-
-
-def raise_input_error_on_all_ranks(function: Callable[[], Result]) -> Result:
-    """Return the result of `function` on each rank.
-
-    Raises the InputError or ServerError of any rank on all of them, because the other ranks would wait for it.
-    """
-    result = None
-    error = None
-    try:
-        result = function()
-    except InputError as raised:
-        error = raised
-    errors = gather_object([error and (str(error), getattr(error, "status", None))])
-    if first := next(filter(None, errors), None):
-        message, status = first
-        raise (InputError(message) if status is None else ServerError(message, status)) from error
-    return result  # type: ignore[return-value]

@@ -30,7 +30,7 @@ from ..generation.completions_client import (
     UNMODIFIED_SAMPLING,
     Server,
     ServerError,
-    raise_on_all_ranks,
+    ask_on_all_ranks,
     run_concurrently,
 )
 from ..models import load
@@ -73,7 +73,7 @@ class ServedTeacher:
         self.section = section
         self.url_key = f"{key}.url"
         self.server = Server(str(section.url), self.url_key, _STATUS_HINTS)
-        model_info = raise_on_all_ranks(self.server.model_info)
+        model_info = ask_on_all_ranks(self.server.model_info)
         self.model = model_info["id"]
         self.root = model_info.get("root")
         self.max_model_len = model_info.get("max_model_len")
@@ -124,11 +124,11 @@ class ServedTeacher:
             scores = self._scores(batches, request.top_k, ends)
             return [self._signal(rows, batch, request) for rows, batch in zip(scores, batches, strict=True)]
 
-        return raise_on_all_ranks(score_batches)  # an invalid response must end all ranks
+        return ask_on_all_ranks(score_batches)  # an invalid response must end all ranks
 
     def join_collective(self, batch: MicroBatch) -> None:
         """Take part in `signal` on a rank that has no token of this teacher."""
-        raise_on_all_ranks(lambda: None)
+        ask_on_all_ranks(lambda: None)
 
     def _signal(self, rows: Sequence[dict[int, float]], batch: MicroBatch, request: Request) -> TeacherSignal:
         """Return the signal for one batch.
@@ -194,7 +194,7 @@ class ServedTeacher:
             ]
             return [torch.tensor(logps).logsumexp(0) for logps in outcomes]
 
-        return torch.stack(raise_on_all_ranks(score_tokens)).to(batch.input_ids.device)
+        return torch.stack(ask_on_all_ranks(score_tokens)).to(batch.input_ids.device)
 
     def _scores(self, batches: Sequence[MicroBatch], k: int, ends: Sequence[int]) -> list[list[dict[int, float]]]:
         """Return log-probabilities by token id for all scored tokens of each batch, in the order of the texts.
@@ -268,13 +268,13 @@ class ServedTeacher:
             _check_temperature(self.trainer.args.temperature, k, self.vocabulary)
         ids = self.tokenizer(PROBE_TEXT)["input_ids"]
         try:
-            raise_on_all_ranks(lambda: self._score(ids[:1] * 2, ids[:1], None, k, []))
+            ask_on_all_ranks(lambda: self._score(ids[:1] * 2, ids[:1], None, k, []))
         except ServerError as error:
             hint = f". Start it with --max-logprobs {k}, or lower teacher.top_k" if error.status == 400 and k else ""
             raise ServerError(f"{error}{hint}", error.status) from error
 
         body = {"model": self.model, "prompt": PROBE_TEXT, "max_tokens": 1, "return_token_ids": True}
-        response = raise_on_all_ranks(lambda: self.server.post("/v1/completions", body)["choices"][0])
+        response = ask_on_all_ranks(lambda: self.server.post("/v1/completions", body)["choices"][0])
         server_ids = response.get("prompt_token_ids")
         if server_ids not in (None, ids):
             reading = f"{self.server.url} reads {PROBE_TEXT!r} as ids {server_ids}"
@@ -284,7 +284,7 @@ class ServedTeacher:
     def key(self) -> object:
         """Return the cache key of the scores, which has the name of the model and four rounded scores."""
         ids = [token % self.vocabulary for token in range(11, 11 + 24)]
-        rows = raise_on_all_ranks(lambda: self._score(ids[:8], ids[8:], None, 0, []))
+        rows = ask_on_all_ranks(lambda: self._score(ids[:8], ids[8:], None, 0, []))
         scores = [round(row[token], 1) for row, token in zip(rows[::4], ids[8::4], strict=True)]
         return f"served {self.model} {self.root} {gather_object([scores])[0]}"
 
