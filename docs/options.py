@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hf_posttrain.capabilities import CONFLICTS
+from hf_posttrain.capabilities import CONFLICTS, Conflict
 from hf_posttrain.methods import METHODS, config_class
 from hf_posttrain.methods.distillation import DistillationConfig
 from hf_posttrain.methods.sft import SupervisedOptions
@@ -110,9 +110,10 @@ def group_table(method: str, key: str) -> str:
 def conflict_table() -> str:
     """The pairs of features that cannot be combined, those with one reason in one row."""
     rows: dict[tuple[str, str], list[str]] = {}
-    for first, second, reason in CONFLICTS:
-        rows.setdefault((first, reason), []).append(second)
-    lines = [f"| {first} | {', '.join(others)} | {reason} |\n" for (first, reason), others in rows.items()]
+    for first, second, reason, fix in CONFLICTS:
+        text = reason if fix == Conflict._field_defaults["fix"] else f"{reason}. {fix}"
+        rows.setdefault((first, text), []).append(second)
+    lines = [f"| {first} | {', '.join(others)} | {text} |\n" for (first, text), others in rows.items()]
     return "| feature | cannot be combined with | because |\n|---|---|---|\n" + "".join(lines)
 
 

@@ -7,6 +7,7 @@ stream, a teacher on a server), and raise or report the `conflicts` of all of th
 
 from collections.abc import Iterator, Mapping
 from enum import StrEnum
+from typing import NamedTuple
 
 from .errors import InputError
 from .options import OptionValues
@@ -59,6 +60,15 @@ class Feature(StrEnum):
     SAMPLE_URL = "sample --url"
 
 
+class Conflict(NamedTuple):
+    """Two features that exclude each other."""
+
+    first: Feature  # the one to change
+    second: Feature
+    reason: str
+    fix: str = "Remove one of the two"
+
+
 _F = Feature
 _IDS = "only token ids are sent"
 _BIASED = "the loss is biased on tokens that another policy sampled"
@@ -68,69 +78,82 @@ _LENGTH = "the number of rows must be known"
 _OTHER_TEXT = "such a teacher reads another text before the answer"
 _ONE_DOCUMENT = "each row must be one document, and rows are split"
 
-CONFLICTS: tuple[tuple[Feature, Feature, str], ...] = (
-    (_F.VLLM, _F.IMAGES, _IDS),
-    (_F.SAMPLE_URL, _F.IMAGES, _IDS),
-    (_F.SERVED, _F.IMAGES, _IDS),
-    (_F.REPLAY, _F.IMAGES, "the replay buffer keeps only token ids"),
-    (_F.OWN_PROMPT, _F.IMAGES, "the template writes only text"),
-    (_F.OWN_TOKENIZER, _F.IMAGES, "only texts are aligned"),
-    (_F.SEVERAL, _F.IMAGES, "batches with images are not split by teacher"),
-    (_F.MODEL_JUDGE, _F.IMAGES, "judges read only text; use a function"),
-    (_F.SEQUENCE_PARALLEL, _F.IMAGES, "positions of images are not split"),
-    (_F.VLLM, _F.QUANTIZED, "vLLM receives unquantized weights"),
-    (
+CONFLICTS: tuple[Conflict, ...] = (
+    Conflict(_F.VLLM, _F.IMAGES, _IDS),
+    Conflict(_F.SAMPLE_URL, _F.IMAGES, _IDS),
+    Conflict(_F.SERVED, _F.IMAGES, _IDS),
+    Conflict(_F.REPLAY, _F.IMAGES, "the replay buffer keeps only token ids"),
+    Conflict(_F.OWN_PROMPT, _F.IMAGES, "the template writes only text"),
+    Conflict(_F.OWN_TOKENIZER, _F.IMAGES, "only texts are aligned"),
+    Conflict(_F.SEVERAL, _F.IMAGES, "batches with images are not split by teacher"),
+    Conflict(_F.MODEL_JUDGE, _F.IMAGES, "judges read only text; use a function"),
+    Conflict(_F.SEQUENCE_PARALLEL, _F.IMAGES, "positions of images are not split"),
+    Conflict(_F.VLLM, _F.QUANTIZED, "vLLM receives unquantized weights"),
+    Conflict(
         _F.MERGE_LORA,
         _F.QUANTIZED,
-        "a quantized base would round the adapter away. Merge it into full precision after training",
+        "a quantized base would round the adapter away",
+        "Merge it into full precision after training",
     ),
-    (_F.ROUNDS, _F.STREAM, _LENGTH),
-    (_F.PACKING, _F.STREAM, _LENGTH),
-    (_F.GROUP_BY_LENGTH, _F.STREAM, _LENGTH),
-    (_F.FROZEN, _F.STREAM, _LENGTH),
-    (_F.PRECOMPUTE, _F.STREAM, _LENGTH),
-    (_F.REFERENCE_CACHE, _F.STREAM, _LENGTH),
-    (_F.MISMATCHED_PAIRS, _F.STREAM, "each prompt is paired with the answer of another row"),
-    (_F.PREFETCH, _F.ROUNDS, "a round samples all its answers before it trains on them"),
-    (_F.REFERENCE_CACHE, _F.ROUNDS, "the rows of a round are not known before it starts"),
-    (_F.SEQUENCE_PARALLEL, _F.ROUNDS, "rows must be known before training"),
-    (_F.ROUNDS, _F.TEACHER, "a method with a teacher does not learn from judged answers"),
-    (_F.PACKING, _F.SEQUENCE_PARALLEL, _ONE_DOCUMENT),
-    (_F.EXACT_MATCH, _F.SEQUENCE_PARALLEL, "generation requires attention masks, which are removed"),
-    (_F.NEFTUNE, _F.SEQUENCE_PARALLEL, "the scale of the noise depends on the length of the whole row"),
-    (_F.OFF_POLICY, _F.POLICY_GRADIENT, _BIASED),
-    (_F.DATA_SHARE, _F.POLICY_GRADIENT, _BIASED),
-    (_F.OFF_POLICY, _F.NO_ROLLOUTS, "no rollouts are sampled"),
-    (_F.PREFETCH, _F.OFF_POLICY, "only on-policy rollouts are prefetched"),
-    (_F.ADVANTAGE_WEIGHTS, _F.REWARD, "token weights are computed from the advantage without the reward"),
-    (_F.TOP_K, _F.POLICY_GRADIENT, "the loss reads only the sampled token"),
-    (_F.RESIDUAL, _F.OFF_POLICY, _CURRENT),
-    (_F.RESIDUAL, _F.DATA_SHARE, _CURRENT),
-    (_F.RESIDUAL, _F.PREFETCH, _CURRENT),
-    (
+    Conflict(_F.ROUNDS, _F.STREAM, _LENGTH),
+    Conflict(_F.PACKING, _F.STREAM, _LENGTH),
+    Conflict(_F.GROUP_BY_LENGTH, _F.STREAM, _LENGTH),
+    Conflict(_F.FROZEN, _F.STREAM, _LENGTH),
+    Conflict(_F.PRECOMPUTE, _F.STREAM, _LENGTH),
+    Conflict(_F.REFERENCE_CACHE, _F.STREAM, _LENGTH),
+    Conflict(_F.MISMATCHED_PAIRS, _F.STREAM, "each prompt is paired with the answer of another row"),
+    Conflict(_F.PREFETCH, _F.ROUNDS, "a round samples all its answers before it trains on them"),
+    Conflict(_F.REFERENCE_CACHE, _F.ROUNDS, "the rows of a round are not known before it starts"),
+    Conflict(_F.SEQUENCE_PARALLEL, _F.ROUNDS, "rows must be known before training"),
+    Conflict(_F.ROUNDS, _F.TEACHER, "a method with a teacher does not learn from judged answers"),
+    Conflict(_F.PACKING, _F.SEQUENCE_PARALLEL, _ONE_DOCUMENT),
+    Conflict(_F.EXACT_MATCH, _F.SEQUENCE_PARALLEL, "generation requires attention masks, which are removed"),
+    Conflict(_F.NEFTUNE, _F.SEQUENCE_PARALLEL, "the scale of the noise depends on the length of the whole row"),
+    Conflict(_F.OFF_POLICY, _F.POLICY_GRADIENT, _BIASED),
+    Conflict(_F.DATA_SHARE, _F.POLICY_GRADIENT, _BIASED),
+    Conflict(_F.OFF_POLICY, _F.NO_ROLLOUTS, "no rollouts are sampled"),
+    Conflict(_F.PREFETCH, _F.OFF_POLICY, "only on-policy rollouts are prefetched"),
+    Conflict(_F.ADVANTAGE_WEIGHTS, _F.REWARD, "token weights are computed from the advantage without the reward"),
+    Conflict(_F.TOP_K, _F.POLICY_GRADIENT, "the loss reads only the sampled token"),
+    Conflict(_F.RESIDUAL, _F.OFF_POLICY, _CURRENT),
+    Conflict(_F.RESIDUAL, _F.DATA_SHARE, _CURRENT),
+    Conflict(_F.RESIDUAL, _F.PREFETCH, _CURRENT),
+    Conflict(
         _F.PRECOMPUTE,
         _F.SCORED_EACH_STEP,
-        "rollouts of later steps do not exist before training. Set rollouts: frozen, or remove teacher.precompute",
+        "rollouts of later steps do not exist before training",
+        "Set rollouts: frozen, or remove teacher.precompute",
     ),
-    (_F.PRECOMPUTE, _F.DATA_SHARE, "only rollouts are scored before training"),
-    (_F.PRECOMPUTE, _F.MOVING_AVERAGE, "the scores of the first weights would be used throughout"),
-    (_F.REPLAY, _F.OWN_PROMPT, "the replay buffer keeps no rows"),
-    (_F.REPLAY, _F.SEVERAL, "the replay buffer keeps no rows"),
-    (_F.ASSISTANT_ONLY, _F.OWN_PROMPT, _OTHER_TEXT),
-    (_F.ASSISTANT_ONLY, _F.OWN_TOKENIZER, _OTHER_TEXT),
-    (_F.PROMPT_TRAINED, _F.OWN_PROMPT, _OTHER_TEXT),
-    (_F.PROMPT_TRAINED, _F.OWN_TOKENIZER, _OTHER_TEXT),
-    (_F.SEVERAL, _F.OWN_TOKENIZER, "rows of one batch would have different tokens"),
-    (_F.OFF_POLICY, _F.OWN_TOKENIZER, _CURRENT),
-    (_F.PREFETCH, _F.OWN_TOKENIZER, _CURRENT),
-    (_F.TOP_K, _F.OWN_TOKENIZER, _CHUNKS),
-    (_F.REWARD, _F.OWN_TOKENIZER, _CHUNKS),
-    (_F.DATA_SHARE, _F.OWN_TOKENIZER, _CHUNKS),
-    (_F.ADVANTAGE_WEIGHTS, _F.OWN_TOKENIZER, _CHUNKS),
-    (_F.MOVING_AVERAGE, _F.SHARDED, "the averaged weights are not sharded. Use one GPU or DDP, or self: start"),
+    Conflict(_F.PRECOMPUTE, _F.DATA_SHARE, "only rollouts are scored before training"),
+    Conflict(_F.PRECOMPUTE, _F.MOVING_AVERAGE, "the scores of the first weights would be used throughout"),
+    Conflict(_F.REPLAY, _F.OWN_PROMPT, "the replay buffer keeps no rows"),
+    Conflict(_F.REPLAY, _F.SEVERAL, "the replay buffer keeps no rows"),
+    Conflict(_F.ASSISTANT_ONLY, _F.OWN_PROMPT, _OTHER_TEXT),
+    Conflict(_F.ASSISTANT_ONLY, _F.OWN_TOKENIZER, _OTHER_TEXT),
+    Conflict(_F.PROMPT_TRAINED, _F.OWN_PROMPT, _OTHER_TEXT),
+    Conflict(_F.PROMPT_TRAINED, _F.OWN_TOKENIZER, _OTHER_TEXT),
+    Conflict(_F.SEVERAL, _F.OWN_TOKENIZER, "rows of one batch would have different tokens"),
+    Conflict(_F.OFF_POLICY, _F.OWN_TOKENIZER, _CURRENT),
+    Conflict(_F.PREFETCH, _F.OWN_TOKENIZER, _CURRENT),
+    Conflict(_F.TOP_K, _F.OWN_TOKENIZER, _CHUNKS),
+    Conflict(
+        _F.PRECOMPUTE,
+        _F.OWN_TOKENIZER,
+        "top tokens are stored by the student's ids",
+        "Remove teacher.precompute",
+    ),
+    Conflict(_F.REWARD, _F.OWN_TOKENIZER, _CHUNKS),
+    Conflict(_F.DATA_SHARE, _F.OWN_TOKENIZER, _CHUNKS),
+    Conflict(_F.ADVANTAGE_WEIGHTS, _F.OWN_TOKENIZER, _CHUNKS),
+    Conflict(
+        _F.MOVING_AVERAGE,
+        _F.SHARDED,
+        "the averaged weights are not sharded",
+        "Use one GPU or DDP, or self: start",
+    ),
 )
-"""Pairs of features that exclude each other, and the reason. The first feature of a pair is the one to change."""
-_REASONS = {(first, second): reason for first, second, reason in CONFLICTS}
+"""Pairs of features that exclude each other."""
+_BY_PAIR = {(conflict.first, conflict.second): conflict for conflict in CONFLICTS}
 
 
 def option_features(values: OptionValues) -> dict[Feature, str]:
@@ -188,7 +211,7 @@ def conflicts(features: Mapping[Feature, str]) -> Iterator[tuple[tuple[str, ...]
     Args:
         features: The features of a run, each with the name of its option.
     """
-    for first, second in _REASONS:
+    for first, second in _BY_PAIR:
         if first in features and second in features:
             yield (features[first], features[second]), conflict_message(first, second)
 
@@ -199,9 +222,8 @@ def conflict_message(first: Feature, second: Feature) -> str:
     Raises:
         KeyError: If the two features can be combined.
     """
-    reason = _REASONS[first, second]
-    fix = "" if ". " in reason else ". Remove one of the two"  # some reasons end with a more specific fix
-    return f"{first} cannot be combined with {second}: {reason}{fix}"
+    conflict = _BY_PAIR[first, second]
+    return f"{first} cannot be combined with {second}: {conflict.reason}. {conflict.fix}"
 
 
 def check_features(features: Mapping[Feature, str]) -> None:

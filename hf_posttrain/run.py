@@ -281,9 +281,9 @@ def save_and_evaluate(trainer: "TrainerInterface", recipe: Recipe, metrics: dict
     """Save the trained model and the resolved recipe, evaluate, and return all metrics."""
     trainer.save_model()  # with adapter, tokenizer and generation config
     if trainer.is_world_process_zero():
-        (Path(trainer.args.output_dir) / "recipe.yaml").write_text(
-            recipe.to_yaml(default_options(recipe)), encoding="utf-8"
-        )
+        train = {name: value for name, value in recipe.train.items() if name != "resume_from_checkpoint"}
+        text = dataclasses.replace(recipe, train=train).to_yaml(default_options(recipe))
+        (Path(trainer.args.output_dir) / "recipe.yaml").write_text(text, encoding="utf-8")
     if trainer.has_trained:  # the metrics of a finished run that is resumed are kept
         trainer.log_metrics("train", metrics)
         trainer.save_metrics("train", metrics)

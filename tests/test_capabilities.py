@@ -42,7 +42,8 @@ OPTIONS = {  # feature -> options that select it
     Feature.OWN_TOKENIZER: {"teacher": {"tokenizer": "x"}},
 }
 CONFIGS = {"sft": SFTConfig, "dpo": DPOConfig, "cpo": CPOConfig, "kd": KDConfig, "opd": OPDConfig}
-OF_OPTIONS = [pair for *pair, _ in CONFLICTS if {*pair} <= OPTIONS.keys()]
+PAIRS = [(conflict.first, conflict.second) for conflict in CONFLICTS]
+OF_OPTIONS = [pair for pair in PAIRS if {*pair} <= OPTIONS.keys()]
 ELSEWHERE = {  # features that no option selects, and recipes that do
     Feature.IMAGES: {"model.images": "true"},
     Feature.QUANTIZED: {"model.quantization": "4bit", "model.lora.r": 8},
@@ -52,7 +53,7 @@ ELSEWHERE = {  # features that no option selects, and recipes that do
     Feature.ROUNDS: {"rounds": "2"},
     Feature.MODEL_JUDGE: {"rounds": "{judge: {by: model, name: judge}}"},
 }
-APART = [Feature.PREFETCH, Feature.ROUNDS]
+APART = (Feature.PREFETCH, Feature.ROUNDS)
 """The sampler of rounds, in a test of its own: the option of the train section belongs to a method with a teacher."""
 OF_TRAINERS = {Feature.SEQUENCE_PARALLEL, Feature.SHARDED, Feature.SAMPLE_URL, Feature.MISMATCHED_PAIRS}
 """Features that only a trainer or a command knows: tests of engines, KTO and `sample` have their errors."""
@@ -73,10 +74,10 @@ def methods_with(options):
 
 
 def test_every_feature_is_in_a_conflict_and_is_tried_here():
-    used = set(itertools.chain.from_iterable(pair for *pair, _ in CONFLICTS))
+    used = set(itertools.chain.from_iterable(PAIRS))
     assert used == {*Feature}
     assert {*Feature} == OPTIONS.keys() | ELSEWHERE.keys() | OF_TRAINERS
-    assert len({frozenset(pair) for *pair, _ in CONFLICTS}) == len(CONFLICTS)
+    assert len({frozenset(pair) for pair in PAIRS}) == len(PAIRS)
 
 
 @pytest.mark.parametrize("feature", OPTIONS)
@@ -109,7 +110,7 @@ def test_a_config_rejects_a_pair_of_options(pair, tmp_path):
 
 @pytest.mark.parametrize(
     "pair",
-    [p for *p, _ in CONFLICTS if {*p} & ELSEWHERE.keys() and not {*p} & OF_TRAINERS and p != APART],
+    [p for p in PAIRS if {*p} & ELSEWHERE.keys() and not {*p} & OF_TRAINERS and p != APART],
     ids=" and ".join,
 )  # fmt: skip
 def test_a_recipe_knows_both_features(pair, tmp_path, monkeypatch):

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import logging
 import os
-import re
 import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
 
     from ..data.audit import DataAudit
     from ..models.config import TeacherSection
+    from ..trainer.base import PostTrainer
     from ..trainer.config import PostTrainConfig
     from .memory import MemoryEstimate
     from .placement import Engine
@@ -55,7 +55,6 @@ _COMMON_OPTIONS = (  # options of all methods with defaults that the page lists
     "report_to",
 )
 _BF16_MIN_WIDTH = 512  # hidden size from which a CPU that multiplies bf16 was faster with it
-_UNUSED_OPTION = re.compile(r"the chat template does not use: chat_template_kwargs (\S+) \(in \d+ examples?\)$")
 _WRAPPER = textwrap.TextWrapper(110, "  ", "    ", replace_whitespace=False, break_on_hyphens=False)
 
 
@@ -83,17 +82,7 @@ class Check:
         """Problems that would ruin training."""
         parts: list[Any] = [*self.data.values(), self.tokens, self.plan, self.memory]
         parts += [self.probe] if self.probe else []
-
-        # an option that the chat template does not use is only reported for the first data set
-        warnings = []
-        unused_options = set()
-        for warning in (warning for part in parts for warning in part.warnings()):
-            match = _UNUSED_OPTION.search(warning)
-            if match and match[1] in unused_options:
-                continue
-            unused_options |= {match[1]} if match else set()
-            warnings.append(warning)
-        return warnings
+        return [warning for part in parts for warning in part.warnings()]
 
     @property
     def status(self) -> int:
@@ -199,6 +188,7 @@ def check(
         finally:
             logger.setLevel(level)
         warn_if_too_long(rows["train"], models[0].config, config)
+        check_resumption(recipe, config, trainer_class, rows["train"], checks_hardware)
         engine = placement.engine_from_file(config_file) if config_file else placement.engine_from_config(config)
         disable_unneeded_checkpointing(recipe, config, trainer_class, rows, engine, memory_gib)
         estimate = memory.estimate(recipe, config, trainer_class, rows, engine, memory_gib)
@@ -233,7 +223,7 @@ def check(
         + bf16_notes(recipe, config, engine, models[0])
         + [note for note in (newer_than_tested(),) if note]
         + vllm_notes(recipe, config),
-        servers=[str(problem) for problem in build.server_problems(recipe, config, peft_config)],
+        servers=[str(problem) for problem in build.server_problems(recipe, config, peft_config, rows["train"])],
         teachers=[describe_teacher(name, section) for name, section in recipe.teacher_sections()],
         adapter=adapter,
     )
@@ -293,6 +283,42 @@ def build_skeletons(
         models.append(inner)
     choose_layout(models, config.layout, config.max_length)
     return models, config, adapter
+
+
+def check_resumption(
+    recipe: Recipe, config: "PostTrainConfig", trainer_class: "type[PostTrainer]", rows: Any, on_hardware: bool
+) -> None:
+    """Check that the options and training rows of a recipe are those of the checkpoint that it resumes.
+
+    The run also compares its weights and its engine.
+
+    Args:
+        recipe: The recipe.
+        config: Config of the run.
+        trainer_class: Trainer class of the run.
+        rows: Prepared training rows.
+        on_hardware: Whether the config has all options. Without it, those of `without_hardware_options` and the
+            precision, whose default depends on the machine, are not compared.
+
+    Raises:
+        InputError: They differ, or the checkpoint is incomplete.
+    """
+    from ..trainer.checkpoint import find_checkpoint, settings_problem
+    from ..trainer.run_fingerprint import describe_options, describe_rows
+
+    build.check_checkpoint(recipe, config)
+    checkpoint = config.resume_from_checkpoint
+    if checkpoint in (True, "auto"):
+        checkpoint = find_checkpoint(str(config.output_dir))
+    if checkpoint is None:
+        return
+    description = describe_options(config, trainer_class.method)
+    if not on_hardware:
+        omitted = (*build.HARDWARE_OPTIONS, "bf16", "fp16")
+        description = {name: value for name, value in description.items() if not name.startswith(omitted)}
+    description["train_dataset"] = describe_rows(rows, trainer_class.data_method.rows.columns)
+    if problem := settings_problem(Path(checkpoint), description, config, trainer_class.method):
+        raise InputError(f"{recipe.where('train.resume_from_checkpoint')}: {problem}")
 
 
 def describe_teacher(name: str, section: "TeacherSection") -> str:

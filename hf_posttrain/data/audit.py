@@ -21,7 +21,7 @@ from .dataset_type import AnyDataset
 from .encode import COMPLETION_TRUNCATED, IDENTICAL, NO_TARGET, PROMPT_TRUNCATED
 from .lengths import first_rows
 from .packing import column_lengths
-from .prepare import collect_notes, tokenize_dataset
+from .prepare import collect_notes, tokenize_dataset, unread_parts
 from .row_schema import Reader, RowKind, class_weights
 
 STREAMED = 1000  # examples at the beginning of a stream that are audited
@@ -243,8 +243,10 @@ def audit_datasets(
     names = {key: key for key in raw} | dict(names or {})
     examples = {key: _examples(rows, method, tokenizer, config, names[key]) for key, rows in raw.items()}
     audits = {key: _audit(rows, *examples[key], method.rows, config, names[key]) for key, rows in raw.items()}
+    reported: set[str] = set()  # template options that are not used: reported of the first data set alone
     for key, audit in audits.items():
-        levels = collect_notes(raw[key], method, config, tokenizer, examples[key][0])
+        levels = collect_notes(raw[key], method, config, tokenizer, examples[key][0], reported)
+        reported |= {part for part in unread_parts(examples[key][0]) if part.startswith("chat_template_kwargs")}
         audit.notes = [note for note, level in levels.items() if level < logging.WARNING]
         audit.mistakes = [note for note, level in levels.items() if level >= logging.WARNING]
     if all(isinstance(raw.get(key), datasets.Dataset) for key in ("train", "eval")):

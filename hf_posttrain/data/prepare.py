@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -365,12 +365,20 @@ def _check_unread_prompt(dataset: AnyDataset, columns: list[str], form: str, nam
         logger.warning("%s: %s", name, problem)
 
 
+def unread_parts(facts: pd.DataFrame) -> dict[str, int]:
+    """Return the options and the parts of messages that the chat template does not use, with their examples."""
+    counts = facts.unread.value_counts().rename("n").rename_axis("part").reset_index()
+    counts = counts.assign(part=counts.part.str.split(", ")).explode("part").groupby("part").n.sum()
+    return {part: n for part, n in counts.items() if part}
+
+
 def collect_notes(
     dataset: AnyDataset,
     method: Reader,
     config: object,
     tokenizer: PreTrainedTokenizerBase,
     facts: pd.DataFrame | None = None,
+    reported: Container[str] = (),
 ) -> dict[str, int]:
     """Return notes about data and options that are not used, or not used as users may expect.
 
@@ -380,6 +388,7 @@ def collect_notes(
         config: As in `prepare`.
         tokenizer: As in `prepare`.
         facts: FACTS of the examples, if they are known.
+        reported: Parts that the chat template does not use, see `unread_parts`, and that are not reported again.
 
     Returns:
         The lines, with the level that each is logged at.
@@ -420,9 +429,8 @@ def collect_notes(
         if getattr(config, key, None) and not (facts.state & CHAT).any():
             problem = "the chat template is applied to no row. Set apply_chat_template: true for plain text"
             notes[f"{key}: {problem}"] = logging.INFO
-    counts = facts.unread.value_counts().rename("n").rename_axis("part").reset_index()
-    counts = counts.assign(part=counts.part.str.split(", ")).explode("part").groupby("part").n.sum()
-    if listing := ", ".join(f"{part} (in {count_noun(n, 'example')})" for part, n in counts.items() if part):
+    counts = {part: n for part, n in unread_parts(facts).items() if part not in reported}
+    if listing := ", ".join(f"{part} (in {count_noun(n, 'example')})" for part, n in counts.items()):
         notes[f"the chat template does not use: {listing}"] = logging.WARNING
     if count := int((facts.state & OTHER_ROLES > 0).sum()):
         problem = "examples have user or tool turns inside an answer, which are trained as a part of it, as in TRL"

@@ -11,7 +11,7 @@ import yaml
 from accelerate.commands.config import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
 
-from ..errors import InputError, LaunchError, name_hint
+from ..errors import InputError, LaunchError, name_hint, short_repr
 
 _SECTIONS = {"fsdp_config": "FSDP", "deepspeed_config": "DEEPSPEED", "megatron_lm_config": "MEGATRON_LM"}
 """Section of a file for `accelerate launch` -> the distributed_type that it is valid with."""
@@ -48,6 +48,19 @@ _DEEPSPEED_KEYS = {
     "zero_optimization",
 }
 """Top-level keys of a DeepSpeed config that are not among the constants of its module `constants`."""
+
+_DEEPSPEED_SECTIONS = (
+    "zero_optimization",
+    "zero_optimization.offload_optimizer",
+    "zero_optimization.offload_param",
+    "optimizer",
+    "optimizer.params",
+    "scheduler",
+    "scheduler.params",
+    "fp16",
+    "bf16",
+)
+"""Sections of a DeepSpeed config that transformers and Accelerate read. Each follows the one that it is in."""
 
 
 def check_accelerate_file(file: Path) -> None:
@@ -107,6 +120,21 @@ def find_launch_config() -> Path | None:
     return Path(config_file) if config_file and Path(config_file).is_file() else None
 
 
+def check_deepspeed_sections(config: object) -> None:
+    """Raise InputError for a section of a DeepSpeed config that is not a mapping.
+
+    Args:
+        config: As in `check_deepspeed`.
+    """
+    settings, location = _read_deepspeed(config)
+    for name in _DEEPSPEED_SECTIONS:
+        parent, _, key = name.rpartition(".")
+        section = (settings.get(parent, {}) if parent else settings).get(key)
+        if not isinstance(section, Mapping | None):
+            example = " such as {stage: 3}" if name == "zero_optimization" else ""
+            raise InputError(f"{location}: {name} must be a mapping{example}, not {short_repr(section)}")
+
+
 def check_deepspeed(config: object) -> None:
     """Raise InputError for a top-level key of a DeepSpeed config that DeepSpeed ignores.
 
@@ -116,16 +144,7 @@ def check_deepspeed(config: object) -> None:
     Args:
         config: The path of a JSON file, or a mapping.
     """
-    location = "deepspeed"
-    settings = config
-    if isinstance(config, str | os.PathLike):
-        location = str(config)
-        try:
-            settings = json.loads(Path(config).read_text(encoding="utf-8"))
-        except (OSError, ValueError):  # transformers reports it, and also reads base64
-            return
-    if not isinstance(settings, Mapping):
-        return
+    settings, location = _read_deepspeed(config)
     from deepspeed.runtime import constants
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
@@ -140,3 +159,18 @@ def check_deepspeed(config: object) -> None:
             raise InputError(f"{location}: DeepSpeed ignores {key!r} at the top level. Move it into zero_optimization")
         if similar := difflib.get_close_matches(key, known, 1, 0.85):
             raise InputError(f"{location}: DeepSpeed ignores the unknown key {key!r}; did you mean {similar[0]!r}?")
+
+
+def _read_deepspeed(config: object) -> tuple[Mapping[str, Any], str]:
+    """Return the keys of a DeepSpeed config and its location; no keys if it cannot be read, which transformers reports.
+
+    Args:
+        config: As in `check_deepspeed`. transformers also reads base64, which is not read here.
+    """
+    if not isinstance(config, str | os.PathLike):
+        return config if isinstance(config, Mapping) else {}, "deepspeed"
+    try:
+        settings = json.loads(Path(config).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        settings = None
+    return settings if isinstance(settings, Mapping) else {}, f"deepspeed: {config}"

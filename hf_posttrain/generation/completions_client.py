@@ -8,12 +8,14 @@ entrypoints/openai/completion/protocol.py.
 import json
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from threading import Lock, Thread
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import urllib3
 from accelerate.utils import gather_object
@@ -46,6 +48,8 @@ UNMODIFIED_SAMPLING = {
     "repetition_penalty": 1.0,
 }
 """Sampling parameters for the model's own distribution, whatever its generation config is."""
+API_KEY = "OPENAI_API_KEY"
+"""Environment variable of the key for servers."""
 REQUEST_TIMEOUT = 408
 """HTTP status of a request that timed out."""
 Item = TypeVar("Item")
@@ -91,6 +95,8 @@ class ServerError(InputError):
 class Server:
     """A server.
 
+    The key of the environment variable OPENAI_API_KEY is sent, but never over a network without encryption.
+
     Args:
         url: URL of the server. A trailing /v1, which some clients require, is removed.
         option: Option that sets the URL, for messages.
@@ -101,7 +107,11 @@ class Server:
         self.url = url.rstrip("/").removesuffix("/v1")
         self.option = option
         self.requirements = requirements or {}
-        self.pool = urllib3.PoolManager(maxsize=MAX_CONNECTIONS, timeout=TIMEOUT, retries=RETRIES)
+        parts = urlsplit(self.url)
+        key = os.environ.get(API_KEY)
+        is_private = parts.scheme == "https" or parts.hostname in ("localhost", "127.0.0.1", "::1")
+        headers = {"Authorization": f"Bearer {key}"} if key and is_private else {}
+        self.pool = urllib3.PoolManager(maxsize=MAX_CONNECTIONS, headers=headers, timeout=TIMEOUT, retries=RETRIES)
 
     def get(self, path: str, **options: Any) -> Any:
         """Return the JSON response to a GET request. Raise ServerError if it fails."""
@@ -127,6 +137,8 @@ class Server:
         if response.status != 200:
             is_missing = response.status == 404 and path in self.requirements
             hint = f". {self.requirements[path]}" if is_missing else ""
+            if response.status in (401, 403):
+                hint = f". The key is read from {API_KEY}, and sent over https or to the same machine"
             raise ServerError(
                 f"{self.option}: {url} answered {response.status} ({_error_message(text)}){hint}", response.status
             )

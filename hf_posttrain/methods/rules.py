@@ -131,7 +131,7 @@ def teacher_option_problems(values: Any) -> Iterator[Problem]:
     """Yield the problems of the options of teachers in a Config."""
     options = values.teacher
     names = options.names or []
-    if options.precompute and options.top_k is None:
+    if options.precompute and options.top_k is None and not options.tokenizer:
         problem = "teacher.precompute requires teacher.top_k. Set it to the number of tokens to keep for each position"
         yield ("teacher.precompute", "teacher"), problem
     if not all(name.strip() for name in names):

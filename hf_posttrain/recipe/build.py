@@ -28,10 +28,21 @@ if TYPE_CHECKING:
     from peft import PeftConfig
     from transformers import PreTrainedTokenizerBase
 
+    from ..data.dataset_type import AnyDataset
     from ..trainer.base import PostTrainer
     from ..trainer.config import PostTrainConfig
 
 logger = logging.getLogger(__name__)
+HARDWARE_OPTIONS = (
+    "deepspeed",
+    "fsdp",
+    "parallelism_config",
+    "tf32",
+    "sampler",
+    "use_liger_kernel",
+    "liger_kernel_config",
+)
+"""Beginnings of the names of training options that require a launcher or a GPU."""
 
 
 def check_inputs(recipe: Recipe, training: bool = False) -> None:
@@ -65,19 +76,25 @@ def configure(recipe: Recipe, training: bool = False) -> "tuple[type[PostTrainer
     method = METHODS[recipe.method]
     import_quietly(method.module)
     from ..engines.launch import quantization_problem
-    from ..trainer.checkpoint import incomplete_parts
 
     config = train_config(recipe, config_class(method))
     for name, section in recipe.models():
         if section.quantization != "none" and (problem := quantization_problem(section.quantization, config)):
             raise InputError(f"{recipe.where(f'{name}.quantization')}: {name}.quantization: {problem}")
-    # "auto" skips incomplete checkpoints
-    checkpoint = config.resume_from_checkpoint if training else None
+    if training:
+        check_checkpoint(recipe, config)
+    return (trainer_class(method), config) if recipe.rounds is None else _configure_rounds(recipe, config)
+
+
+def check_checkpoint(recipe: Recipe, config: "PostTrainConfig") -> None:
+    """Raise InputError if the checkpoint to resume is incomplete. "auto" skips such checkpoints."""
+    from ..trainer.checkpoint import incomplete_parts
+
+    checkpoint = config.resume_from_checkpoint
     if isinstance(checkpoint, str) and checkpoint != "auto" and (missing := incomplete_parts(Path(checkpoint))):
         location = recipe.where("train.resume_from_checkpoint")
         problem = f"the checkpoint {checkpoint} is incomplete, without {', '.join(missing)}"
         raise InputError(f"{location}: {problem}. Set another checkpoint, or auto")
-    return (trainer_class(method), config) if recipe.rounds is None else _configure_rounds(recipe, config)
 
 
 def _configure_rounds(recipe: Recipe, config: "PostTrainConfig") -> "tuple[type[PostTrainer], PostTrainConfig]":
@@ -100,19 +117,10 @@ def without_hardware_options(recipe: Recipe) -> Recipe:
 
     fp16 becomes bf16, which has the same size and runs on a CPU.
     """
-    hardware_options = (
-        "deepspeed",
-        "fsdp",
-        "parallelism_config",
-        "tf32",
-        "sampler",
-        "use_liger_kernel",
-        "liger_kernel_config",
-    )
     train = {
         "bf16" if value is True and name == "fp16" else name: value
         for name, value in recipe.train.items()
-        if not name.startswith(hardware_options)
+        if not name.startswith(HARDWARE_OPTIONS)
     }
     # the only option of activation checkpointing that requires a GPU
     if isinstance(kwargs := train.get("activation_checkpointing_kwargs"), dict):
@@ -199,16 +207,23 @@ def check_models(
 
 
 def server_problems(
-    recipe: Recipe, config: "PostTrainConfig", peft_config: "PeftConfig | None"
+    recipe: Recipe, config: "PostTrainConfig", peft_config: "PeftConfig | None", rows: "AnyDataset | None" = None
 ) -> Iterator[InputError]:
-    """Yield an error for each server of a run that is not reachable or does not support the run."""
+    """Yield an error for each server of a run that is not reachable or does not support the run.
+
+    Args:
+        recipe: The recipe.
+        config: Config of the run.
+        peft_config: Adapter of the policy, if it has a new one.
+        rows: The training rows, or None if they are not prepared yet.
+    """
     from ..rollouts import vllm_server
     from ..rollouts.options import VLLMOptions
     from ..rounds.judges.server import ServerJudge
     from ..teachers import served
 
     checks: list[tuple[str, Callable[[], object]]] = [
-        (f"{name}.url", partial(served.check_server, teacher, f"{name}.url", config))
+        (f"{name}.url", partial(served.check_server, teacher, f"{name}.url", config, rows))
         for name, teacher in recipe.teacher_sections()
         if teacher.url
     ]

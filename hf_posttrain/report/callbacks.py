@@ -212,7 +212,7 @@ def describe_run(trainer: TrainerInterface) -> dict[str, Any]:
         "trainer": None if class_name.startswith(f"{package_logger.name}.") else class_name,  # a class of the user
         "weights": {"all": sum(n for n, _ in weights), "trained": sum(n for n, trained in weights if trained)},
         "train_rows": trainer.run_description.get("train_dataset"),
-        "eval_rows": describe_rows(trainer, trainer.eval_dataset),
+        "eval_rows": describe_rows(trainer.eval_dataset, trainer.data_method.rows.columns),
         "chat": is_chat(trainer),
         "eval_answers": answers_key(trainer, trainer.eval_dataset),
         # with ZeRO-3 the key would only describe the shard of this rank

@@ -77,8 +77,7 @@ class ServedTeacher:
         self.model = model_info["id"]
         self.root = model_info.get("root")
         self.max_model_len = model_info.get("max_model_len")
-        if not (trainer.args.teacher.prompt or trainer.args.teacher.tokenizer):
-            self._check_lengths(trainer.train_dataset, trainer.args)
+        check_lengths(self.server, self.max_model_len, trainer.train_dataset, trainer.args)
         if self.root not in (None, section.name_or_path):
             logger.info(
                 "%s serves %s, and its tokenizer is loaded from %s", section.url, self.root, section.name_or_path
@@ -89,15 +88,6 @@ class ServedTeacher:
         if size is None:
             logger.info("%s has no config.json, so its vocabulary is that of the tokenizer", section.name_or_path)
         self.vocabulary = size or max(self.tokenizer.get_vocab().values()) + 1
-
-    def _check_lengths(self, rows: AnyDataset, args: PostTrainConfig) -> None:
-        """Raise InputError if training rows may be too long for the server, which generates a token after each row."""
-        if isinstance(self.max_model_len, int) and isinstance(rows, datasets.Dataset) and len(rows):
-            length = int(max_example_lengths(rows, args).max())
-            if length >= self.max_model_len:
-                limit = f"{self.server.url} has a --max-model-len of {self.max_model_len}"
-                problem = f"rows have up to {length} tokens, and {limit}"
-                raise InputError(f"{self.url_key}: {problem}. Start it with {length + 1}, or lower max_length")
 
     @property
     def description(self) -> str:
@@ -296,18 +286,46 @@ class ServedTeacher:
         """Do nothing, because the model is on the server."""
 
 
-def check_server(section: TeacherSection, key: str, config: Any) -> None:
+def check_lengths(server: Server, max_model_len: object, rows: AnyDataset, args: PostTrainConfig) -> None:
+    """Check the training rows against the length limit of a server, which generates a token after each row.
+
+    A teacher with its own prompt or tokenizer reads other rows, whose lengths are checked when they are scored.
+
+    Args:
+        server: The server.
+        max_model_len: Its maximum length in tokens, if it is known.
+        rows: The training rows.
+        args: The Config of the run.
+
+    Raises:
+        InputError: Rows may be too long.
+    """
+    options: Any = args
+    reads_rows = not (options.teacher.prompt or options.teacher.tokenizer)
+    if reads_rows and isinstance(max_model_len, int) and isinstance(rows, datasets.Dataset) and len(rows):
+        length = int(max_example_lengths(rows, args).max())
+        if length >= max_model_len:
+            problem = f"rows have up to {length} tokens, and {server.url} has a --max-model-len of {max_model_len}"
+            raise InputError(f"{server.option}: {problem}. Start it with {length + 1}, or lower max_length")
+
+
+def check_server(section: TeacherSection, key: str, config: Any, rows: AnyDataset | None = None) -> None:
     """Check a server and its options before anything is loaded.
 
     Args:
         section: The section of the teacher.
         key: Name of the option with the URL in messages.
         config: The Config of KD or OPD.
+        rows: The training rows, or None if they are not prepared yet.
 
     Raises:
-        InputError: The server cannot be reached, or cannot be combined with the temperature of the Config.
+        InputError: The server cannot be reached, cannot be combined with the temperature of the Config, or the rows are
+            too long for it.
     """
-    Server(str(section.url), key, _STATUS_HINTS).model_info()
+    server = Server(str(section.url), key, _STATUS_HINTS)
+    model_info = server.model_info()
+    if rows is not None:
+        check_lengths(server, model_info.get("max_model_len"), rows, config)
     top_k = config.teacher.top_k
     if top_k and config.temperature != 1 and not section.own_tokenizer:
         size = _vocabulary_size(ModelSection(section.name_or_path))

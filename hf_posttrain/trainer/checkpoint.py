@@ -5,7 +5,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from math import inf
 from pathlib import Path
@@ -25,6 +25,7 @@ from ..monitoring import reporters
 from ..monitoring.symptoms import as_list
 from . import run_fingerprint
 from .interface import TrainerInterface
+from .method_spec import Method
 from .rules import NO_OPTIMIZER_STATE
 
 logger = logging.getLogger(__name__)
@@ -259,12 +260,8 @@ def _is_readable(file: Path) -> bool:
 
 def resume_problems(trainer: TrainerInterface, checkpoint: Path) -> Iterator[str]:
     """Yield the reasons why this run would not continue the run that wrote a checkpoint, the most important first."""
-    adapter = (checkpoint / "adapter_config.json").exists()
     this = f"the checkpoint {checkpoint}"
-    weights = f"model.name_or_path={checkpoint} model.from_scratch=false"
-    if adapter:
-        weights = f"model.lora=null model.adapter={checkpoint}"
-    restart = f"start a new run from its weights ({weights})"
+    restart = _restart_advice(checkpoint)
     if not checkpoint.is_dir():
         yield f"resume_from_checkpoint: there is no folder {checkpoint}{path_hint(checkpoint)}"
     if damaged := damaged_files(checkpoint):
@@ -299,18 +296,39 @@ def resume_problems(trainer: TrainerInterface, checkpoint: Path) -> Iterator[str
     description = dict(trainer.run_description)
     if Path(trainer.scored[0].config.name_or_path or "") == checkpoint:
         description.pop("start_weights", None)  # the model was loaded from the checkpoint itself
-    stored_description = stored.get("run", {})
-    differences = run_fingerprint.differences(
-        stored_description, description, trainer.args.resume_despite, trainer.method.groups
-    )
-    if differences:
-        lines = list(differences.values())
-        sections = dict.fromkeys(key.partition(".")[0] for key in differences)
-        fix = f"Restore the settings, {restart}, or set train.resume_despite: [{join_names(sections)}]"
-        if fixed := [key for key in differences if key in run_fingerprint.OPTIMIZER_STATE_OPTIONS]:
-            fix = f"Restore the settings, or {restart} (the optimizer keeps the former {join_names(fixed)})"
-        omitted = f"; {len(lines) - 6} more" if len(lines) > 6 else ""
-        yield f"{this} was written with other settings: {'; '.join(lines[:6])}{omitted}. {fix}"
+    difference = settings_problem(checkpoint, description, trainer.args, trainer.method)
+    yield from [difference] if difference else []
+
+
+def settings_problem(checkpoint: Path, description: Mapping[str, Any], args: Any, method: Method) -> str | None:
+    """Return why a run does not continue the run that wrote a checkpoint, by its settings and rows, or None.
+
+    Args:
+        checkpoint: The folder of the checkpoint.
+        description: `run_fingerprint.describe_run` of this run, or a part of it.
+        args: The Config of this run.
+        method: The method of this run.
+    """
+    stored = _stored_launch(checkpoint).get("run", {})
+    differences = run_fingerprint.differences(stored, description, args.resume_despite, method.groups)
+    if not differences:
+        return None
+    restart = _restart_advice(checkpoint)
+    lines = list(differences.values())
+    sections = dict.fromkeys(key.partition(".")[0] for key in differences)
+    fix = f"Restore the settings, {restart}, or set train.resume_despite: [{join_names(sections)}]"
+    if fixed := [key for key in differences if key in run_fingerprint.OPTIMIZER_STATE_OPTIONS]:
+        fix = f"Restore the settings, or {restart} (the optimizer keeps the former {join_names(fixed)})"
+    omitted = f"; {len(lines) - 6} more" if len(lines) > 6 else ""
+    return f"the checkpoint {checkpoint} was written with other settings: {'; '.join(lines[:6])}{omitted}. {fix}"
+
+
+def _restart_advice(checkpoint: Path) -> str:
+    """Return how to start a new run from the weights of a checkpoint."""
+    weights = f"model.name_or_path={checkpoint} model.from_scratch=false"
+    if (checkpoint / "adapter_config.json").exists():
+        weights = f"model.lora=null model.adapter={checkpoint}"
+    return f"start a new run from its weights ({weights})"
 
 
 def _find_best(state: TrainerState, output_dir: str, resumed: Path) -> str | None:

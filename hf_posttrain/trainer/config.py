@@ -16,7 +16,7 @@ from torch import nn
 from transformers import Trainer, TrainingArguments, get_scheduler
 from transformers.utils.import_utils import enable_tf32, is_torch_tf32_available
 
-from ..engines import sequence
+from ..engines import config_files, sequence
 from ..engines.launch import check_engine
 from ..errors import InputError, name_hint, short_repr
 from ..options import option
@@ -214,6 +214,7 @@ class PostTrainConfig(TrainingArguments, metaclass=ConfigMeta):
         if self.greater_is_better is None and self.metric_for_best_model:
             self.greater_is_better = not _LOWER_IS_BETTER.search(self.metric_for_best_model)
         is_default_accelerator_config = self.accelerator_config is None
+        config_files.check_deepspeed_sections(self.deepspeed)
         super().__post_init__()
 
         if self.torch_compile and not self.tf32 and is_torch_tf32_available():

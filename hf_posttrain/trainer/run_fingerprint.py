@@ -5,7 +5,7 @@ option is compared by default.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import datasets
@@ -63,15 +63,12 @@ OPTIMIZER_STATE_OPTIONS = _name_set("""
 """Options whose value is part of the optimizer state, so that a new one would have no effect."""
 
 
-def describe_run(trainer: TrainerInterface) -> dict[str, Any]:
-    """Return everything that the trained weights depend on, as JSON values by name. Every prepared row is read once."""
-    args = trainer.args
-    policy = forward.unwrap_model(trainer.model)
+def describe_options(args: Any, method: Method) -> dict[str, Any]:
+    """Return the options of a Config that the trained weights depend on, as JSON values by name."""
     options = args.to_dict()
     scheduler = options["lr_scheduler_type"]
-    depends_on_evaluation = options["metric_for_best_model"] or scheduler in ("reduce_lr_on_plateau", "greedy")
-    omitted = UNCOMPARED_OPTIONS if depends_on_evaluation else UNCOMPARED_OPTIONS | EVALUATION_OPTIONS
-    description = {"method": trainer.method.name} | {name: options[name] for name in options if name not in omitted}
+    omitted = UNCOMPARED_OPTIONS if _depends_on_evaluation(args) else UNCOMPARED_OPTIONS | EVALUATION_OPTIONS
+    description = {"method": method.name} | {name: options[name] for name in options if name not in omitted}
     description |= {name: value.fingerprint() for name, value in vars(args).items() if isinstance(value, OptionKind)}
     # the learning rate depends on the length of the run if it is not constant
     warmup = args.warmup_steps or 0
@@ -79,6 +76,18 @@ def describe_run(trainer: TrainerInterface) -> dict[str, Any]:
         del description["num_train_epochs"], description["max_steps"]
     elif args.max_steps > 0:
         del description["num_train_epochs"]
+    rounds = getattr(args, "rounds", None)
+    description["rounds"] = rounds and rounds.fingerprint()
+    if rounds:  # the steps at which rounds start depend on the length of the run, whatever its learning rate
+        description |= {"num_train_epochs": args.passes, "max_steps": args.max_steps}
+    return _as_json(description)
+
+
+def describe_run(trainer: TrainerInterface) -> dict[str, Any]:
+    """Return everything that the trained weights depend on, as JSON values by name. Every prepared row is read once."""
+    args = trainer.args
+    columns = trainer.data_method.rows.columns
+    policy = forward.unwrap_model(trainer.model)
     adapter = policy.peft_config[policy.active_adapter].to_dict() if isinstance(policy, peft.PeftModel) else {}
     ignored = (
         "base_model_name_or_path",
@@ -89,30 +98,35 @@ def describe_run(trainer: TrainerInterface) -> dict[str, Any]:
         "runtime_config",
     )
     causal = forward.causal_lm(policy)
-    description |= {
+    description = describe_options(args, trainer.method) | {
         "model": score_cache.numeric_config(causal)
         | {"class": sharded.original_class(causal).__name__, "dtype": str(causal.dtype)},
         "base_weights": trainer.base_key,
         "start_weights": trainer.start_key,
         "second_model": trainer.second_key,
         "adapter": {"peft_type": None} | {name: value for name, value in adapter.items() if name not in ignored},
-        "train_dataset": describe_rows(trainer, trainer.train_dataset),
+        "train_dataset": describe_rows(trainer.train_dataset, columns),
     }
-    rounds = getattr(args, "rounds", None)
-    description["rounds"] = rounds and rounds.fingerprint()
-    if rounds:  # the steps at which rounds start depend on the length of the run, whatever its learning rate
-        description |= {"num_train_epochs": args.passes, "max_steps": args.max_steps}
     if not isinstance(trainer.train_dataset, datasets.Dataset):
         if trainer.recipe:  # the rows of a stream cannot all be hashed
             sources = trainer.recipe["data"]["train"]
             sources = sources if isinstance(sources, list) else [sources]
             description["data"] = {str(n): source | {"path": None} for n, source in enumerate(sources)}
         description["dataloader_num_workers"] = args.dataloader_num_workers  # workers share the files of a stream
-    if depends_on_evaluation:
-        description["eval_dataset"] = describe_rows(trainer, trainer.eval_dataset)
+    if _depends_on_evaluation(args):
+        description["eval_dataset"] = describe_rows(trainer.eval_dataset, columns)
     plugin = trainer.accelerator.state.deepspeed_plugin
     for name in ("optimizer", "scheduler") if plugin is not None else ():  # defined in the config of DeepSpeed
         description[f"deepspeed.{name}"] = plugin.deepspeed_config.get(name)
+    return _as_json(description)
+
+
+def _depends_on_evaluation(args: Any) -> bool:
+    """Return whether evaluations determine the trained weights: the best model, or the learning rate."""
+    return bool(args.metric_for_best_model) or args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy")
+
+
+def _as_json(description: Mapping[str, Any]) -> dict[str, Any]:
     return json.loads(json.dumps(description, default=score_cache.json_default))
 
 
@@ -183,14 +197,17 @@ def _with_groups(then: Mapping[str, Any], groups: Mapping[str, OptionGroup]) -> 
     return values | {key: options.fingerprint() for key, options in old.items() if options is not None}
 
 
-def describe_rows(trainer: TrainerInterface, rows: AnyDatasets | None) -> Any:
+def describe_rows(rows: AnyDatasets | None, columns: Sequence[str]) -> Any:
     """Return the number of prepared rows and a hash of their tokens and labels.
 
     The hash of a stream is of its first rows. The result is None for raw rows, and a dict for a dict of data sets.
+
+    Args:
+        rows: The rows.
+        columns: Columns of prepared rows.
     """
     if rows is None or isinstance(rows, dict):
-        return rows and {name: describe_rows(trainer, part) for name, part in rows.items()}
-    columns = trainer.data_method.rows.columns
+        return rows and {name: describe_rows(part, columns) for name, part in rows.items()}
     if "index" not in (getattr(rows, "column_names", None) or ()):
         return None
     if not isinstance(rows, datasets.Dataset):

@@ -17,6 +17,7 @@ from models_for_tests import tiny_model
 from tokenizers_for_tests import CHATML, LLAMA, bos_tokenizer, byte_tokenizer, gpt2_tokenizer
 from training_for_tests import METHODS, TABLE, token_rows, trainer_for, usual
 from transformers import Qwen3Config
+from vllm_for_tests import Serving
 
 from hf_posttrain import DPOTrainer, SFTTrainer, run
 from hf_posttrain.check import check
@@ -405,6 +406,48 @@ def test_tokens_that_face_one_of_the_teachers_are_counted(folder):
     same = checked(*ACROSS, "teacher={name_or_path: other, from_scratch: true, own_tokenizer: true}", with_probe=True)
     assert same.tokens.alignment is None
     assert same.probe.alignment is None
+
+
+# ---- resumption and servers
+
+
+@pytest.mark.parametrize("method", ["sft", "dpo", "opd"])
+def test_a_check_rejects_a_resumption_that_the_run_rejects(folder, method):
+    """Options and rows are compared without the weights."""
+    write_rows(folder / "rows.jsonl", [{"prompt": f"{n}", "chosen": "a", "rejected": f"{n}b"} for n in range(8)])
+    if method != "dpo":
+        write_rows(folder / "rows.jsonl", [{"prompt": f"{n} + 1 =", "completion": f" {n + 1}"} for n in range(8)])
+    tiny_model().save_pretrained("tiny")
+    changes = [f"method={method}", "data.eval=null", "train.save_steps=2", "train.max_length=64"]
+    if method == "opd":
+        changes += ["teacher.name_or_path=tiny", "train.max_completion_length=4", "train.rollouts=frozen"]
+    assert run.main(["recipe.yaml", *changes, "train.save_strategy=steps"]) == 0
+    assert "resume_from_checkpoint" not in (folder / "out" / "recipe.yaml").read_text()
+    resumed = [*changes, "train.save_strategy=steps", "train.resume_from_checkpoint=out/checkpoint-2"]
+    checked(*resumed)
+    for change, difference in (
+        ("train.learning_rate=0.5", "learning_rate: then"),
+        ("data.train.limit=6", "train_dataset: then"),
+    ):
+        with pytest.raises(InputError, match=f"command line: the checkpoint out/checkpoint-2 was .*: {difference}"):
+            checked(*resumed, change)
+        assert run.main(["recipe.yaml", *resumed, change]) == 2
+    (folder / "out" / "checkpoint-2" / "optimizer.pt").unlink()
+    with pytest.raises(InputError, match="checkpoint-2 is incomplete, without optimizer"):
+        checked(*resumed)
+    assert run.main(["recipe.yaml", *resumed[:-1], "train.resume_from_checkpoint=out/checkpoint-3"]) == 0
+    assert "resume_from_checkpoint" not in (folder / "out" / "recipe.yaml").read_text()
+
+
+def test_a_check_compares_rows_with_the_length_limit_of_a_teacher_on_a_server(folder):
+    tiny_model().save_pretrained("tiny")
+    options = ("method=kd", "data.eval=null", "teacher.name_or_path=tiny", "train.teacher.top_k=4")
+    with Serving(tiny_model(), max_model_len=9) as server:
+        found = checked(*options, f"teacher.url={server.url}")
+    [problem] = found.servers
+    assert "rows have up to 11 tokens, and" in problem
+    assert "--max-model-len of 9. Start it with 12, or lower max_length" in problem
+    assert found.status == 1
 
 
 # ---- plan

@@ -396,9 +396,31 @@ def test_keys_of_deepspeed_files_that_are_dropped(tree, message, tmp_path):
     pytest.importorskip("deepspeed")
     file = tmp_path / "zero.json"
     file.write_text(json.dumps(tree | {"train_batch_size": "auto"}))
-    for given, where in ((file, re.escape(str(file))), (tree, "deepspeed")):
-        with pytest.raises(InputError, match=f"^{where}: .*{re.escape(message)}"):
+    for given, location in ((file, f"deepspeed: {file}"), (tree, "deepspeed")):
+        with pytest.raises(InputError, match=f"^{re.escape(location)}: .*{re.escape(message)}"):
             config_files.check_deepspeed(given)
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ({"zero_optimization": 3}, "zero_optimization must be a mapping such as {stage: 3}, not 3"),
+        (
+            {"zero_optimization": {"offload_param": "cpu"}},
+            "zero_optimization.offload_param must be a mapping, not 'cpu'",
+        ),
+        ({"bf16": True}, "bf16 must be a mapping, not True"),
+        ({"optimizer": {"params": [1]}}, "optimizer.params must be a mapping, not [1]"),
+    ],
+)
+def test_sections_of_deepspeed_that_are_no_mappings(tree, message, tmp_path):
+    pytest.importorskip("deepspeed")
+    file = tmp_path / "zero.json"
+    file.write_text(json.dumps(tree))
+    for config, location in ((str(file), f"deepspeed: {file}"), (tree, "deepspeed")):
+        with pytest.raises(InputError) as caught:
+            SFTConfig(output_dir=str(tmp_path), use_cpu=True, deepspeed=config)
+        assert str(caught.value) == f"{location}: {message}"
 
 
 def test_keys_that_deepspeed_reads_are_let_through():

@@ -360,7 +360,12 @@ def test_cached_scores_are_of_the_pictures_that_are_there(tmp_path, monkeypatch)
         Image.effect_noise((40, 40), 30 + 90 * seed).convert("RGB").save(tmp_path / "a.png")
         trainer = trainer_for("dpo", copy.deepcopy(model), rows, tmp_path, precompute_ref_log_probs=True, **given)
         trainer.train()
-        found.append((trainer.train_dataset["ref_logps"][:], describe_rows(trainer, trainer.train_dataset)))
+        found.append(
+            (
+                trainer.train_dataset["ref_logps"][:],
+                describe_rows(trainer.train_dataset, trainer.data_method.rows.columns),
+            )
+        )
         assert trainer.state.log_history[0]["loss"] == pytest.approx(0.6931, abs=1e-4)
     assert found[0][0] != found[1][0]
     assert found[0][1] != found[1][1]

@@ -7,11 +7,9 @@ as no comparison.
 
 import json
 import logging
-import os
 import re
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Self
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, Self
 
 import urllib3
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -57,14 +55,8 @@ class ServerJudge:
         self, section: JudgeSection, tokenizer: "PreTrainedTokenizerBase | None" = None, device: object = None
     ) -> None:
         self.section = section
-        url = str(section.name)
-        self.server = Server(url, "judge")
+        self.server = Server(str(section.name), "judge")
         self.question = ImmutableSandboxedEnvironment().from_string(section.question or QUESTION)
-        # the key is never sent over a network without encryption
-        parts = urlsplit(url)
-        key = os.environ.get("OPENAI_API_KEY")
-        private = parts.scheme == "https" or parts.hostname in ("localhost", "127.0.0.1", "::1")
-        self.headers = {"Authorization": f"Bearer {key}"} if key and private else {}
         self.greedy = {"temperature": 0}
         self.model = section.served_model
         self.last_problem = ""
@@ -111,7 +103,7 @@ class ServerJudge:
 
     def check(self) -> None:
         """Find the model that judges. Raises ServerError if the server does not answer."""
-        self.model = self.model or self.server.model_info(headers=self.headers)["id"]
+        self.model = self.model or self.server.model_info()["id"]
 
     def _compare(self, request: tuple[Question, int, int]) -> float | None:
         """Return 1 if the first of two answers is better, 0 if the second is, 0.5 for neither, None if unknown."""
@@ -125,12 +117,12 @@ class ServerJudge:
         for _ in range(MAX_TRIES):
             sent = body | self.greedy
             try:
-                response = self.server.post("/v1/chat/completions", sent, **self._request_options())
+                timeout = urllib3.Timeout(connect=10, read=self.section.timeout)
+                response = self.server.post("/v1/chat/completions", sent, timeout=timeout)
                 reply = response["choices"][0]["message"]["content"]
             except ServerError as error:
-                if error.status in (401, 403):
-                    raise ServerError(f"{error}. The key is read from OPENAI_API_KEY", error.status) from error
-                if not error.status:  # the server is lost: scores of earlier chunks are kept
+                # the key is wrong, or the server is lost: scores of earlier chunks are kept
+                if error.status in (0, 401, 403):
                     raise
                 self.last_problem = f"{error}. Raise timeout" if error.status == REQUEST_TIMEOUT else str(error)
                 if error.status == 400 and "temperature" in str(error) and "temperature" in sent:
@@ -145,9 +137,6 @@ class ServerJudge:
                 return {0: 0.5, 1: 1.0, 2: 0.0}[better]
             self.last_problem = f"judge: {self.server.url} replied {str(reply)!r:.80}"
         return None
-
-    def _request_options(self) -> dict[str, Any]:
-        return {"headers": self.headers, "timeout": urllib3.Timeout(connect=10, read=self.section.timeout)}
 
     def __enter__(self) -> Self:
         return self
