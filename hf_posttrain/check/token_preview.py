@@ -21,6 +21,7 @@ from ..data.prepare import tokenize_dataset
 from ..data.row_schema import Reader, RowKind
 from ..data.sources import load
 from ..errors import InputError, count_noun, error_context, printable
+from ..methods.rules import POLICY_GRADIENT
 from ..recipe.datasets import dataset_names
 from ..recipe.sections import Recipe
 from ..trainer.config import PostTrainConfig
@@ -121,6 +122,7 @@ class TokenAudit:
     pictures: list[tuple[int, int, int]] = field(default_factory=list)  # width, height and feature tokens of each image
     sees: bool = False  # whether images are read
     alignment: dict[str, float] | None = None  # for a teacher with its own tokenizer: shares of trained tokens
+    compares_vocabularies: bool = True  # whether its loss compares all tokens; a server scores only the text
 
     def warnings(self) -> Iterator[str]:
         """Yield problems that would ruin training."""
@@ -157,8 +159,9 @@ class TokenAudit:
             one_to_one = f"{self.alignment['one_to_one']:.1%}"
             aligned = f"{one_to_one} of the trained tokens align with one token of the teacher"
             yield f"alignment: {aligned}, {self.alignment['unaligned']:.1%} have no common text"
-            limit = f"at most {one_to_one}, depending on the probabilities of both models"
-            yield f"compared in full: {limit} (--probe measures it)"
+            if self.compares_vocabularies:
+                limit = f"at most {one_to_one}, depending on the probabilities of both models"
+                yield f"compared in full: {limit} (--probe measures it)"
         if self.sees:
             sizes = sorted(self.pictures, key=lambda size: size[2])
             summary = "none in the audited examples"
@@ -320,6 +323,7 @@ def audit_tokens(
     audit.ended = sum(ids[-1] in audit.stops and bool(mask[-1]) for ids, mask in trained)
     aligned = next((section for _, section in recipe.teacher_sections() if section.own_tokenizer), None)
     if aligned is not None:
+        audit.compares_vocabularies = not aligned.url and getattr(config, "loss_type", "") != POLICY_GRADIENT
         audit.alignment = _alignment(tokenizer, load_tokenizer(aligned), [*audit.stops], trained[:ALIGNED_ANSWERS])
     return audit
 

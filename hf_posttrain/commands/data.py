@@ -9,6 +9,7 @@ import json
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -17,7 +18,7 @@ from ..data import column_inference
 from ..errors import InputError, error_context, join_names
 from ..methods import METHODS
 from ..models.config import ModelSection
-from ..recipe.cli import print_output
+from ..recipe.cli import Parser, print_output
 from ..recipe.sections import Source
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 MAX_ROWS = 100
 """Number of rows that are read."""
+READ_OPTIONS: Mapping[str, Any] = {"image_ids": (), "image_folder": None, "as_chat": False}
+"""Fields of a `Plan` for text, with their defaults."""
 _EXAMPLES = """examples:
   hf-posttrain data mine.jsonl
   hf-posttrain data mine.jsonl prompt=question completion=answer --model Qwen/Qwen3-0.6B
@@ -41,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         InputError: For invalid arguments, and for a file that cannot be read.
     """
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="hf-posttrain data",
         description="Show the format of a data file, the columns that are read and the first training example.",
         epilog=_EXAMPLES,
@@ -59,11 +62,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--images", action="store_true", help="read rows with images for a vision-language model, as model.images: true"
     )
     parser.add_argument("--image_folder", metavar="FOLDER", help="folder that relative image paths start from")
+    parser.add_argument(
+        "--apply_chat_template",
+        action="store_true",
+        help="with --model: convert prompts of plain text to a user turn, as train.apply_chat_template",
+    )
+    parser.add_argument(
+        "--chat_template", metavar="FILE", help="with --model: a Jinja template, as model.chat_template"
+    )
     parser.add_argument("--split", default="train", help="split of a hub dataset or saved DatasetDict (train)")
     parser.add_argument("--name", help="configuration of the hub dataset")
     arguments = parser.parse_intermixed_args(argv)
     if invalid := next((pair for pair in arguments.columns if "=" not in pair), None):
         raise InputError(f"command line: {invalid!r} must have the form NAME=COLUMN, such as prompt=question")
+    for name in ("apply_chat_template", "chat_template"):
+        if getattr(arguments, name) and arguments.model is None:
+            parser.error(f"--{name} requires --model")
     from ..data.prepare import drop_null_fields, null_filled_columns
     from ..data.sources import load
 
@@ -79,11 +93,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.model is not None:
         from ..models.load import load_tokenizer
 
-        tokenizer = load_tokenizer(ModelSection(arguments.model, images=arguments.images))
+        section = ModelSection(arguments.model, images=arguments.images, chat_template=arguments.chat_template)
+        tokenizer = load_tokenizer(section)
     # the image token of an unknown model is represented by an arbitrary id
-    image_options = {"image_ids": (-1,) if arguments.images else (), "image_folder": arguments.image_folder}
+    options = {
+        "image_ids": (-1,) if arguments.images else (),
+        "image_folder": arguments.image_folder,
+        "as_chat": arguments.apply_chat_template,
+    }
     methods = [arguments.method] if arguments.method else list(METHODS)
-    lines, code = describe_file(rows, arguments.file, methods, columns, tokenizer, image_options)
+    lines, code = describe_file(rows, arguments.file, methods, columns, tokenizer, options)
     if tokenizer:
         from ..data.template_report import describe_template
 
@@ -98,7 +117,7 @@ def describe_file(
     methods: Sequence[str],
     columns: Mapping[str, str],
     tokenizer: "PreTrainedTokenizerBase | None",
-    image_options: Mapping[str, Any],
+    options: Mapping[str, Any] = READ_OPTIONS,
 ) -> tuple[list[str], int]:
     """Describe how methods read a data set.
 
@@ -108,7 +127,7 @@ def describe_file(
         methods: Names of the methods.
         columns: Renamed columns, {canonical name: column of the file}. The rows have the canonical names.
         tokenizer: Tokenizer of the model, or None to show the example as text.
-        image_options: The fields of a `Plan` about images, `image_ids` and `image_folder`.
+        options: Fields of a `Plan`, those of READ_OPTIONS.
 
     Returns:
         The lines of the description, and the exit code.
@@ -120,7 +139,7 @@ def describe_file(
     file_columns = {canonical_name(column, rows[0]): column for column in rows[0]}
     file_columns |= columns
     rows = [{canonical_name(column, row): value for column, value in row.items()} for row in rows]
-    formats, problems, unread_problems = _readable_formats(rows, methods, image_options)
+    formats, problems, unread_problems = _readable_formats(rows, methods, options)
     suggestion = column_inference.suggest_format(rows, [METHODS[method] for method in methods])
     is_complete = suggestion is not None and not suggestion.missing
     renames = suggestion is not None and is_complete and any(a != b for a, b in suggestion.columns.items())
@@ -137,7 +156,7 @@ def describe_file(
             column
             for column in rows[0]
             if all(column in unread_columns(rows[0], form) for form in formats.values())
-            and not (image_options["image_ids"] and column in IMAGE_COLUMNS)
+            and not (options["image_ids"] and column in IMAGE_COLUMNS)
         ]
         ordered = dict.fromkeys([*(column for form in formats.values() for column in form.split(" + ")), *rows[0]])
         used = (f"{column} from {file_columns[column]}" for column in ordered if column not in unused)
@@ -145,7 +164,7 @@ def describe_file(
         lines += [f"not read: {join_names(unused)}"] if unused else []
         lines += filter(None, [column_inference.misspelling_problem(unused)])
         lines += [f"not {method}: {problem}" for method, problem in problems.items()]
-        return [*lines, *_first_example(rows[0], formats, tokenizer, image_options)], 0
+        return [*lines, *_first_example(rows[0], formats, tokenizer, options)], 0
 
     # The file cannot be read, and renaming columns would not help.
     if problems:
@@ -175,14 +194,14 @@ def describe_file(
         | {new: row[old] for new, old in renamed_columns.items()}
         for row in rows
     ]
-    formats, problems, _ = _readable_formats(renamed_rows, suggestion.methods, image_options)
+    formats, problems, _ = _readable_formats(renamed_rows, suggestion.methods, options)
     if not formats:
         return [*lines, *(f"then {method}: {problem}" for method, problem in problems.items())], 2
-    return [*lines, *_first_example(renamed_rows[0], formats, tokenizer, image_options)], 1
+    return [*lines, *_first_example(renamed_rows[0], formats, tokenizer, options)], 1
 
 
 def _readable_formats(
-    rows: list[dict[str, Any]], methods: Sequence[str], image_options: Mapping[str, Any]
+    rows: list[dict[str, Any]], methods: Sequence[str], options: Mapping[str, Any]
 ) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
     """Return three dictionaries by method.
 
@@ -201,14 +220,14 @@ def _readable_formats(
         except InputError:
             continue
         unread = unread_columns(rows[0], form)
-        image_problem = None if image_options["image_ids"] else column_inference.image_problem(rows, unread)
+        image_problem = None if options["image_ids"] else column_inference.image_problem(rows, unread)
         prompt_problem = column_inference.prompt_problem(rows, unread, form)
         if problem := image_problem or (prompt_problem if "prompt" not in form else None):
             unread_problems[method] = problem
             continue
 
         samples = []
-        plan = Plan(method, METHODS[method].rows, form, "data", **image_options)
+        plan = Plan(method, METHODS[method].rows, form, "data", **options)
         try:
             for n, row in enumerate(rows):
                 with error_context(f"row {n}"):
@@ -228,7 +247,7 @@ def _first_example(
     row: dict[str, Any],
     formats: Mapping[str, str],
     tokenizer: "PreTrainedTokenizerBase | None",
-    image_options: Mapping[str, Any],
+    options: Mapping[str, Any],
 ) -> list[str]:
     """Return the lines of the first example, in which trained text is green, or in [[brackets]] without a terminal."""
     from ..check.token_preview import Piece, mark_trained, row_parts, split_pieces
@@ -241,12 +260,13 @@ def _first_example(
     form = formats[name]
     color = sys.stdout.isatty()
     if tokenizer:
-        plan = build_plan(form, method, tokenizer, None, "data")._replace(image_folder=image_options["image_folder"])
+        config = SimpleNamespace(apply_chat_template=options["as_chat"], image_folder=options["image_folder"])
+        plan = build_plan(form, method, tokenizer, config, "data")
         batch = tokenise({column: [value] for column, value in row.items()}, [0], tokenizer, plan)
         prepared = {column: values[0] for column, values in batch.items()}
         decode: Callable[[Any], Any] = tokenizer.decode
     else:  # a row in the columns of a prepared one, whose values are texts, messages or ids
-        sample = read(row, Plan(name, method.rows, form, "data", **image_options))[0]
+        sample = read(row, Plan(name, method.rows, form, "data", **options))[0]
         parts = zip(("prompt_ids", *method.rows.answers), (sample.prompt, *sample.branches), strict=False)
         prepared = {column: [part] if part and isinstance(part, str) else part or [] for column, part in parts}
         prepared = prepared | {"completion_mask": sample.mask}

@@ -277,7 +277,7 @@ def read_rows(arguments: argparse.Namespace, tokenizer: "PreTrainedTokenizerBase
     else:
         formats = "prompt and completion; messages; text; prompt, chosen and rejected; or only prompt"
         problem = f"the columns must be {formats}, not {join_names(columns)}"
-        raise InputError(f"{arguments.data}: {problem}{hint}")
+        raise InputError(f"{arguments.data}: {problem}{hint or '. Rename them with --columns NAME=COLUMN'}")
 
     if "label" in format_columns(row_schema.UNPAIRED):
         labeled = read(row_schema.UNPAIRED)

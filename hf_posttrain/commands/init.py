@@ -302,7 +302,7 @@ def inspect_data(path: str, method: Method, option: str) -> InspectedData:
     rows = [drop_null_fields(row, filled) for row in itertools.islice(stream, MAX_ROWS)]
     if not rows:
         raise InputError(f"{option}: {path} has no rows")
-    lines, code = describe_file(rows, path, [method.name], {}, None, {"image_ids": (), "image_folder": None})
+    lines, code = describe_file(rows, path, [method.name], {}, None)
     if code == 2:
         raise InputError(f"{option}: nothing was written. {'; '.join(lines)}")
 

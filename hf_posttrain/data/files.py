@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from ..errors import InputError, join_names, path_hint
 
+_SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs"}
 EXTENSIONS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 _FIXES = {
     ".gz": "Decompress it first (gunzip)",
@@ -139,12 +140,15 @@ def _csv_rows(lines: Iterator[str], separator: str) -> Iterator[dict[str, Any]]:
     line = 1
     try:
         header = [name or f"Unnamed: {n}" for n, name in enumerate(next(filter(None, reader), []))]
+        if len(header) == 1 and (other := next((mark for mark in _SEPARATORS if mark in header[0]), None)):
+            problem = f"the columns {header[0]!r} are separated by {_SEPARATORS[other]}"
+            raise InputError(f"{problem}, not by {_SEPARATORS[separator]}. Save the file with {_SEPARATORS[separator]}")
         if len(header) > len({*header}):
             raise InputError(f"several columns have the same name: {join_names(header)}")
         line = reader.line_num + 1
         for row in reader:
             if len(row) > len(header):
-                fix = f"Put a text with {'commas' if separator == ',' else 'tabs'} in double quotes"
+                fix = f"Put a text with {_SEPARATORS[separator]} in double quotes"
                 raise InputError(f"line {line} has {len(row)} fields, but the header has {len(header)}. {fix}")
             if row:
                 yield {name: cell or None for name, cell in zip_longest(header, row)}

@@ -102,7 +102,8 @@ def teacher_sample(row: Mapping[str, Any], sample: Sample, plan: TeacherPlan, te
         teacher: Name of the teacher.
 
     Raises:
-        InputError: If the template cannot be rendered, or if the sample has no prompt.
+        InputError: If the template cannot be rendered, if the sample has no prompt, or if the teacher has no chat
+            template for its messages.
     """
     template = plan.prompts.get(teacher)
     if template is None and teacher not in plan.tokenizers:
@@ -112,6 +113,12 @@ def teacher_sample(row: Mapping[str, Any], sample: Sample, plan: TeacherPlan, te
             "a teacher with its own prompt or tokenizer requires rows with a prompt. Split whole texts and "
             "conversations into prompt and completion"
         )
+    tokenizer = plan.tokenizers.get(teacher)
+    if sample.is_chat and tokenizer is not None and not tokenizer.chat_template:
+        problem = (
+            f"messages require a chat template, and the tokenizer of the teacher {tokenizer.name_or_path} has none"
+        )
+        raise InputError(f"{problem}. Add chat_template.jinja to its folder, or use plain strings")
     prompt = sample.prompt
     if template is not None:
         with error_context("teacher prompt"):

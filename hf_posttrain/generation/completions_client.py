@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from threading import Lock, Thread
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 from urllib.parse import urlsplit
 
 import urllib3
@@ -54,6 +54,7 @@ REQUEST_TIMEOUT = 408
 """HTTP status of a request that timed out."""
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+Arguments = ParamSpec("Arguments")
 
 
 class RetryLogFilter(logging.Filter):
@@ -247,7 +248,9 @@ def as_server_error() -> Iterator[None]:
         ) from error
 
 
-def raise_on_all_ranks(function: Callable[[], Result]) -> Result:
+def raise_on_all_ranks(
+    function: Callable[Arguments, Result], *args: Arguments.args, **options: Arguments.kwargs
+) -> Result:
     """Return the result of `function` on each rank, or raise the InputError or ServerError of any rank on all of them.
 
     Without it, ranks would wait for the one that failed.
@@ -255,7 +258,7 @@ def raise_on_all_ranks(function: Callable[[], Result]) -> Result:
     result = None
     error = None
     try:
-        result = function()
+        result = function(*args, **options)
     except InputError as raised:
         error = raised
     errors = gather_object([error and (str(error), getattr(error, "status", None))])
@@ -265,9 +268,11 @@ def raise_on_all_ranks(function: Callable[[], Result]) -> Result:
     return result  # type: ignore[return-value]
 
 
-def ask_on_all_ranks(function: Callable[[], Result]) -> Result:
+def ask_on_all_ranks(
+    function: Callable[Arguments, Result], *args: Arguments.args, **options: Arguments.kwargs
+) -> Result:
     """Call `raise_on_all_ranks` with a function that uses a server: an invalid response is a ServerError, too."""
-    return raise_on_all_ranks(as_server_error()(function))
+    return raise_on_all_ranks(as_server_error()(function), *args, **options)
 
 
 def _error_reason(error: object) -> str:

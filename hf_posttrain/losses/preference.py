@@ -4,7 +4,7 @@ Notation: a = log pi(chosen) - log ref(chosen), c = the same for the rejected an
 tokens of the answer; s = sigmoid, ls = log sigmoid. B: number of pairs.
 
 PAIRED maps the names in recipes to the losses. A new loss is a function and a line in that table, followed by the other
-steps in docs/architecture.md, "Adding a loss".
+steps in docs/architecture.md, "Add a loss".
 """
 
 from collections.abc import Callable

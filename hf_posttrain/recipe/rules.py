@@ -32,8 +32,8 @@ from .sections import Recipe
 
 _LORA_LIMITS = {"r": COUNT, "alpha": COUNT, "dropout": FRACTION_BELOW_ONE}
 _SOURCE_LIMITS = {
-    "limit": Limit(COUNT.is_valid, "must be at least 1 (or null for all rows)"),
-    "weight": Limit(lambda n: 0 < n <= 1000, "must be positive, and at most 1000"),
+    "limit": Limit("must be at least 1 (or null for all rows)", at_least=1),
+    "weight": Limit("must be positive, and at most 1000", above=0, at_most=1000),
 }
 _EXCLUSIVE_KEYS = (  # two keys of a model section that cannot be combined, and the reason with the fix
     ("quantization", "from_scratch", "there are no saved weights to quantize. Remove one of them"),

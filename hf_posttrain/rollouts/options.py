@@ -131,7 +131,7 @@ class RewardOptions(OptionKind):
     """A reward in addition to the teacher."""
 
     selector: ClassVar = ""
-    limits: ClassVar = {"coef": Limit(lambda x: 0 < x <= MAX_FACTOR, "must be above 0, and at most 1e6")}
+    limits: ClassVar = {"coef": Limit("must be above 0, and at most 1e6", above=0, at_most=MAX_FACTOR)}
 
     function: str = option(help="Function that grades a rollout: exact_match, or package.module:name.", kw_only=True)
     coef: float = option(1.0, "Factor of the grade when it is added to the advantage of each token.")
@@ -151,7 +151,7 @@ class Cumulative(TokenWeightOptions):
     """Early tokens count more."""
 
     kind: ClassVar = "cumulative"
-    limits: ClassVar = {"gain": Limit(lambda x: 0 < x <= 100, "must be above 0, and at most 100")}
+    limits: ClassVar = {"gain": Limit("must be above 0, and at most 100", above=0, at_most=100)}
 
     gain: float = option(0.5, "Additional weight of the first token.")
 
@@ -171,7 +171,7 @@ class Extremes(TokenWeightOptions):
     """Only the tokens with the largest and with the smallest advantage count."""
 
     kind: ClassVar = "extremes"
-    limits: ClassVar = {"share": Limit(lambda x: 0 < x <= 0.5, "must be above 0, and at most 0.5")}
+    limits: ClassVar = {"share": Limit("must be above 0, and at most 0.5", above=0, at_most=0.5)}
 
     share: float = option(0.25, "Share of the tokens that count, at each of the two ends.")
 

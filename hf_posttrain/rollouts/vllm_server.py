@@ -41,7 +41,7 @@ class VLLMServerSampler(VLLMSampler):
 
     def __init__(self, trainer: SamplingInterface) -> None:
         super().__init__(trainer)
-        self.card = card = ask_on_all_ranks(lambda: check_server(self.options, self.lora, trainer.args.max_length))
+        self.card = card = ask_on_all_ranks(check_server, self.options, self.lora, trainer.args.max_length)
         self.server = _make_server(self.options)
         self.model = card["id"]
         base = scoring.causal_lm(trainer.model).name_or_path

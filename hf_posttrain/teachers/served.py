@@ -258,7 +258,7 @@ class ServedTeacher:
             _check_temperature(self.trainer.args.temperature, k, self.vocabulary)
         ids = self.tokenizer(PROBE_TEXT)["input_ids"]
         try:
-            ask_on_all_ranks(lambda: self._score(ids[:1] * 2, ids[:1], None, k, []))
+            ask_on_all_ranks(self._score, ids[:1] * 2, ids[:1], None, k, [])
         except ServerError as error:
             hint = f". Start it with --max-logprobs {k}, or lower teacher.top_k" if error.status == 400 and k else ""
             raise ServerError(f"{error}{hint}", error.status) from error
@@ -274,7 +274,7 @@ class ServedTeacher:
     def key(self) -> object:
         """Return the cache key of the scores, which has the name of the model and four rounded scores."""
         ids = [token % self.vocabulary for token in range(11, 11 + 24)]
-        rows = ask_on_all_ranks(lambda: self._score(ids[:8], ids[8:], None, 0, []))
+        rows = ask_on_all_ranks(self._score, ids[:8], ids[8:], None, 0, [])
         scores = [round(row[token], 1) for row, token in zip(rows[::4], ids[8::4], strict=True)]
         return f"served {self.model} {self.root} {gather_object([scores])[0]}"
 

@@ -23,7 +23,7 @@ from .method_spec import Method
 from .option_group import build_groups
 from .renamed_options import RENAMED
 
-SEED = Limit(lambda n: 0 <= n < 2**32, "must be from 0 to 4294967295")
+SEED = Limit("must be from 0 to 4294967295", at_least=0, below=2**32)
 LIMITS = {
     "per_device_train_batch_size": COUNT,
     "per_device_eval_batch_size": COUNT,
@@ -43,8 +43,8 @@ LIMITS = {
     "adam_beta2": FRACTION_BELOW_ONE,
     "seed": SEED,
     "data_seed": SEED,
-    "max_steps": Limit(lambda n: n == -1 or n > 0, "must be at least 1, or -1 to train for num_train_epochs"),
-    "max_length": Limit(lambda n: n >= 2, "must be at least 2, for a token of the prompt and one of the completion"),
+    "max_steps": Limit("must be at least 1, or -1 to train for num_train_epochs", at_least=1, also=-1),
+    "max_length": Limit("must be at least 2, for a token of the prompt and one of the completion", at_least=2),
 }
 """Limits of the numeric options of all methods. A value of None is always valid."""
 _LOG_LEVELS = ("debug", "detail", "info", "warning", "error", "critical", "passive")

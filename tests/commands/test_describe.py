@@ -104,6 +104,18 @@ def test_layouts_that_are_read(described, row, formats, example):
     assert [line for line in shown if not re.fullmatch(r"\w+:|\(with .*\)", line)] == example
 
 
+def test_plain_text_is_shown_in_the_chat_template(described, tmp_path):
+    byte_tokenizer(None).save_pretrained(tmp_path / "base")
+    (tmp_path / "chat.jinja").write_text("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}")
+    chat = ("--model", "base", "--chat_template", "chat.jinja", "--apply_chat_template", "--method", "sft")
+    code, text = described({"prompt": "2+2?", "completion": "4"}, *chat)
+    assert code == 0
+    assert "<user>2+2?" in text
+    assert "[[<assistant>4" in text
+    with pytest.raises(InputError, match="--apply_chat_template requires --model"):
+        described({"prompt": "2+2?"}, "--apply_chat_template")
+
+
 VALUES = {
     "prompt": "2+2?", "completion": "4", "chosen": "so 4", "rejected": "so 5", "label": True, "text": "four",
     "messages": [USER, REPLY], "prompt_ids": [65, 66], "completion_ids": [67],

@@ -425,6 +425,7 @@ def test_a_file_is_written_whole_or_not_at_all(folder, monkeypatch):
         ("tiny --data qa.jsonl --chat_template_kwargs {", "--chat_template_kwargs: expected a mapping"),
         ("tiny --data nothing.jsonl", "there is no file or folder nothing.jsonl"),
         ("tiny --data other.jsonl", "not question, answer. Try --columns prompt=question completion=answer"),
+        ("tiny --data odd.jsonl", "not a, b. Rename them with --columns NAME=COLUMN"),
         ("tiny --data bad.jsonl", "bad.jsonl, row 1: column 'prompt'"),
         ("tiny --data false.jsonl", "false.jsonl: there is nothing to evaluate"),
         ("tiny --data qa.jsonl --output qa.jsonl", "qa.jsonl cannot be written"),
@@ -448,6 +449,7 @@ def test_mistakes_are_said_in_a_line(arguments, said, folder, capsys, monkeypatc
     write_metric("fine", "{'fine': 1}")
     write_metric("texts", "{'texts': 'many'}")
     write_metric("fails", "1 / 0")
+    write_rows("odd.jsonl", [{"a": 1, "b": 2}])
     write_rows("other.jsonl", [{"question": "a", "answer": "b"}] * 2)
     write_rows("bad.jsonl", [{"prompt": "a", "completion": "b"}, {"prompt": 4, "completion": "b"}])
     write_rows("false.jsonl", [{"prompt": "a", "completion": "b", "label": False}] * 2)

@@ -725,6 +725,24 @@ def test_cells_of_csv_are_text(tmp_path):
     assert prepare(load(source(path, limit=2)), "kto")["label"][:] == [True, False]
 
 
+@pytest.mark.parametrize(
+    ("name", "header", "separators"),
+    [
+        ("rows.csv", "prompt;completion", ("semicolons", "commas")),
+        ("rows.csv", "prompt\tcompletion", ("tabs", "commas")),
+        ("rows.tsv", "prompt,completion", ("commas", "tabs")),
+    ],
+)
+def test_a_table_with_another_separator_is_named(name, header, separators, tmp_path):
+    path = tmp_path / name
+    path.write_text(f"{header}\na, b;c\n")
+    found, expected = separators
+    problem = f"the columns {header!r} are separated by {found}, not by {expected}. Save the file with {expected}"
+    with pytest.raises(InputError) as caught:
+        load(source(path))
+    assert problem in str(caught.value)
+
+
 @pytest.mark.parametrize("names", [("code_train.jsonl", "math.jsonl"), ("a.jsonl", "b.jsonl", "c.csv")])
 def test_files_of_a_folder_that_would_not_be_read_are_named(names, tmp_path):
     for name in names:
