@@ -148,8 +148,10 @@ def read_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
 def _move_comparison_options(tree: dict[Any, Any], locations: dict[str, str]) -> dict[Any, Any]:
     """Move the options of the comparison of student and teacher from the section `teacher` to `train.teacher`.
 
+    Of an option in both sections, one on the command line overrides one of the file.
+
     Raises:
-        InputError: For an option that is set in both sections.
+        InputError: For an option that is set in both sections at the same place.
     """
     section = tree.get("teacher")
     train = tree.get("train") or {}
@@ -161,12 +163,16 @@ def _move_comparison_options(tree: dict[Any, Any], locations: dict[str, str]) ->
         return tree
     for option in moved_options:
         key = f"train.teacher.{option}"
-        if option in options:
+        location = locations.get(f"teacher.{option}", locations.get("teacher", "recipe"))
+        overrides = location == "command line"
+        if option in options and overrides == (location_of(locations, key) == "command line"):
             problem = f"{key} cannot be combined with teacher.{option}. Remove one of them"
             raise InputError(f"{location_of(locations, key)}: {problem}")
-        locations[key] = locations.get(f"teacher.{option}", locations.get("teacher", "recipe"))
+        if option not in options or overrides:
+            options = options | {option: moved_options[option]}
+            locations[key] = location
     remaining = {option: value for option, value in section.items() if option not in moved_options}
-    return tree | {"teacher": remaining, "train": train | {"teacher": options | moved_options}}
+    return tree | {"teacher": remaining, "train": train | {"teacher": options}}
 
 
 def _rename_old_options(tree: dict[Any, Any], locations: dict[str, str]) -> dict[Any, Any]:

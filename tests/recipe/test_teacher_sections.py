@@ -9,6 +9,7 @@ from tokenizers_for_tests import QWEN3, byte_tokenizer, merging_tokenizer
 from vllm_for_tests import Serving
 
 from hf_posttrain import run
+from hf_posttrain.errors import InputError
 from hf_posttrain.recipe.read import load_recipe
 
 TRAIN = {"output_dir": "out", "max_steps": 2, "use_cpu": True, "max_length": 200, "report_to": "none",
@@ -44,6 +45,20 @@ LOCAL = {"name_or_path": "teacher"}
 TOP_K = {"teacher": {"top_k": 8}}
 CACHED = {"teacher": {"top_k": 8, "precompute": True}}
 HINTED = "{{ prompt }} ({{ hint }}: {{ completion }})"
+
+
+def test_a_comparison_option_on_the_command_line_overrides_the_file(home):
+    """In either section, since a recipe that a run wrote has it in `train.teacher`."""
+    for section, train in ((LOCAL, TOP_K), (LOCAL | {"top_k": 8}, {})):
+        path = recipe("kd", section, **train)
+        assert load_recipe(path).train["teacher"]["top_k"] == 8
+        for key in ("teacher.top_k", "train.teacher.top_k"):
+            assert load_recipe(path, [f"{key}=5"]).train["teacher"]["top_k"] == 5
+    twice = r"train\.teacher\.top_k cannot be combined with teacher\.top_k"
+    with pytest.raises(InputError, match=twice):
+        load_recipe(recipe("kd", LOCAL | {"top_k": 8}, **TOP_K))
+    with pytest.raises(InputError, match=f"command line: {twice}"):
+        load_recipe(recipe("kd", LOCAL), ["teacher.top_k=5", "train.teacher.top_k=6"])
 
 
 @pytest.mark.parametrize(
