@@ -5,7 +5,8 @@
 Exit codes:
     0: Success.
     1: The run was stopped (by SIGTERM, which saves a checkpoint, or by train.stop_on), or a check has warnings.
-    2: There is a mistake in the input, which is printed to stderr in one line.
+    2: There is a mistake in the input, or an external cause such as a full disk, which is printed to stderr in one
+        line.
     3: An unexpected error was raised, whose traceback is written to a file.
     130: Ctrl-C was pressed, which also saves a checkpoint.
 
@@ -66,15 +67,15 @@ ADVICE = {  # names of exceptions with an external cause (torch may not be impor
     " --master_port N",
 }
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
-"""Errors of a disk that cannot be written."""
+"""Numbers of the errors that are raised if a disk is full or cannot be written."""
 ERROR_DELAY = 10
 """Seconds that other ranks wait for the error of the first rank before they print their own."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command, and return its exit code. All exceptions are converted to exit codes."""
+    """Run a command, and return its exit code. All exceptions but SystemExit (--help) are converted to exit codes."""
     folder = None  # output folder of a run, after the recipe was read
-    # only the first process logs; the environment variable is read when datasets is imported
+    # only the first process of a machine logs; datasets reads the environment variable below when it is imported
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"
     set_up_messages()
     logging.getLogger("hf_posttrain").setLevel(logging.INFO if is_first else logging.ERROR)
@@ -97,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         preprocess(recipe) if arguments.preprocess_only else run(recipe)
         return 0
     except InputError as error:
-        # a launcher ends all ranks when the first one exits, so that a rank which is still running has its own error
+        # The launcher ends the other ranks when one exits. A rank that survives the delay has an error of its own.
         if not is_first:
             time.sleep(ERROR_DELAY)
         print(f"error: {error}", file=sys.stderr, flush=True)
@@ -157,7 +158,7 @@ def report_crash(error: Exception, folder: str | None) -> int:
     message = printable(" ".join(f"{type(error).__name__}: {error}".split()))[:400]
     header = f"{datetime.now():%Y-%m-%d %H:%M:%S}, hf_posttrain {__version__}, python {platform.python_version()}"
     text = f"{header}\n{command_line()}\n\n{''.join(traceback.format_exception(error))}"
-    name = f"crash_rank_{os.environ['RANK']}.txt" if os.environ.get("WORLD_SIZE", "1") != "1" else "crash.txt"
+    name = f"crash_rank_{os.environ.get('RANK', '0')}.txt" if os.environ.get("WORLD_SIZE", "1") != "1" else "crash.txt"
     try:
         file = Path(folder or tempfile.mkdtemp(prefix="hf_posttrain-")) / name
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -193,7 +194,7 @@ def run(recipe: Recipe) -> dict[str, float]:
         InputError: For a mistake in the input. Most are raised before weights are loaded.
         RunStopped: If SIGTERM or a warning in `train.stop_on` ended the run. The model is not saved in this case.
     """
-    # mistakes are reported in the order of the time to find them: recipe and files, torch, tokenizers, rows
+    # checks in the order of their duration: recipe and files, options (with torch), tokenizers, rows
     trainer_class, config = build.configure(recipe, training=True)
     from transformers.utils.logging import disable_progress_bar
 
@@ -226,7 +227,7 @@ def run(recipe: Recipe) -> dict[str, float]:
             eval_dataset=rows.get("eval"),
             **build.load_models(recipe, config),
         )
-        disable_progress_bar()  # for files that are written; files that are read have one
+        disable_progress_bar()  # writing a model shows no progress bar; loading shows one
         if trainer.is_world_process_zero():
             data = {name: dataclasses.asdict(audit) for name, audit in audits.items()}
             text = json.dumps({"warnings": audit_warnings, "data": data}, indent=1)
@@ -296,15 +297,16 @@ def save_and_evaluate(trainer: "TrainerInterface", recipe: Recipe, metrics: dict
 
 
 def last_evaluation(trainer: "TrainerInterface") -> dict[str, float]:
-    """Return the metrics of an evaluation of the current weights after the last step, or {} if there is none."""
+    """Return the metrics of the last evaluation if it was of the current weights after the last step, else {}."""
     from .report.run_folder import saved_best
 
     state = trainer.state
     best = trainer.args.load_best_model_at_end
     if not trainer.has_trained or (best and saved_best(vars(state)) not in (None, state.global_step)):
         return {}  # the data may have changed, or the weights belong to another step
-    logs = [log for log in state.log_history if log["step"] == state.global_step and any("eval_" in key for key in log)]
-    return {name: value for log in logs for name, value in log.items() if name != "step"}
+    logs = [log for log in state.log_history if log["step"] == state.global_step]
+    evaluations = [log for log in logs if any(name.startswith("eval_") for name in log)]
+    return {name: value for log in evaluations for name, value in log.items() if name != "step"}
 
 
 def default_options(recipe: Recipe) -> dict[str, Any]:
@@ -320,7 +322,7 @@ def default_options(recipe: Recipe) -> dict[str, Any]:
     return {
         name: field.default
         for name, field in fields.items()
-        if field.default is not None and name not in recipe.train and not f"{name}=".startswith(left_out)
+        if field.default is not None and name not in recipe.train and not name.startswith(left_out)
     }
 
 

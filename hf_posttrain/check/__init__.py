@@ -157,6 +157,7 @@ def check(
     """
     # imports that take seconds come first
     build.import_quietly(METHODS[recipe.method].module)
+    import peft
     import torch
 
     launched = "LOCAL_RANK" in os.environ or any(name.startswith("ACCELERATE_") for name in os.environ)
@@ -167,6 +168,7 @@ def check(
         config.sampler = SAMPLERS.build("sampler", recipe.train["sampler"])  # type: ignore[attr-defined]
     from ..data.lengths import warn_if_too_long
     from ..data.prepare import notes_logger
+    from ..models.adapters import describe_adapter
     from ..monitoring.versions import newer_than_tested
     from ..recipe.datasets import audit_data, prepare_data
     from . import memory, placement, plan, probe, token_preview
@@ -184,11 +186,11 @@ def check(
         level = logger.level
         logger.setLevel(logging.WARNING)  # the page reports what the trainer would log about the models
         try:
-            models, config, adapter = build_skeletons(recipe, tokenizer, peft_config, config, rows)
+            models, config, policy = build_skeletons(recipe, tokenizer, peft_config, config, rows)
         finally:
             logger.setLevel(level)
         warn_if_too_long(rows["train"], models[0].config, config)
-        check_resumption(recipe, config, trainer_class, rows["train"], checks_hardware)
+        check_resumption(recipe, config, trainer_class, rows["train"], policy, checks_hardware)
         engine = placement.engine_from_file(config_file) if config_file else placement.engine_from_config(config)
         disable_unneeded_checkpointing(recipe, config, trainer_class, rows, engine, memory_gib)
         estimate = memory.estimate(recipe, config, trainer_class, rows, engine, memory_gib)
@@ -222,10 +224,12 @@ def check(
         notes=[record.getMessage() for record in logged.buffer]
         + bf16_notes(recipe, config, engine, models[0])
         + [note for note in (newer_than_tested(),) if note]
-        + vllm_notes(recipe, config),
+        + vllm_notes(recipe, config)
+        + lora_rate_notes(recipe, config)
+        + [note for note in (build.earlier_run_note(config),) if note],
         servers=[str(problem) for problem in build.server_problems(recipe, config, peft_config, rows["train"])],
         teachers=[describe_teacher(name, section) for name, section in recipe.teacher_sections()],
-        adapter=adapter,
+        adapter=[describe_adapter(policy)] if isinstance(policy, peft.PeftModel) else [],
     )
 
 
@@ -235,7 +239,7 @@ def build_skeletons(
     peft_config: "PeftConfig | None",
     config: "PostTrainConfig",
     rows: dict[str, Any],
-) -> tuple[list[Any], Any, list[str]]:
+) -> tuple[list[Any], Any, Any]:
     """Return the causal LMs of a run without memory, prepared as the trainer prepares them.
 
     Args:
@@ -246,14 +250,11 @@ def build_skeletons(
         rows: Prepared rows of each data set.
 
     Returns:
-        The models, the policy first; the Config that the models support; and a line about the adapter, if there is one.
+        The models, the policy first; the Config that the models support; and the policy with its adapter, if any.
 
     Raises:
         InputError: Adapters, tokens or options do not fit the models.
     """
-    import peft
-
-    from ..models.adapters import describe_adapter
     from ..models.load import check_tokenizer_fits, load_skeleton, load_tokenizer, weights_dtype, with_saved_adapter
     from ..models.policy import with_supported_checkpointing
     from ..scoring.forward import causal_lm
@@ -262,7 +263,7 @@ def build_skeletons(
     from ..trainer.policy import make_policy
 
     models: list[Any] = []
-    adapter: list[str] = []
+    policy: Any = None
     for key, section in recipe.models():
         is_policy = section is recipe.model
         with error_context(recipe.where(f"{key}.name_or_path")):
@@ -273,7 +274,7 @@ def build_skeletons(
         if is_policy:
             config = with_supported_checkpointing(model, config)
             model, _ = make_policy(model, peft_config, config)
-            adapter = [describe_adapter(model)] if isinstance(model, peft.PeftModel) else []
+            policy = model
             if any(teacher.self == "ema" for _, teacher in recipe.teacher_sections()):
                 check_average(weight.dtype for weight in model.parameters() if weight.requires_grad)
         inner = causal_lm(model)
@@ -282,13 +283,18 @@ def build_skeletons(
         check_tokenizer_fits(inputs[0], inner.config, type(inner).__name__, *inputs[1:])
         models.append(inner)
     choose_layout(models, config.layout, config.max_length)
-    return models, config, adapter
+    return models, config, policy
 
 
 def check_resumption(
-    recipe: Recipe, config: "PostTrainConfig", trainer_class: "type[PostTrainer]", rows: Any, on_hardware: bool
+    recipe: Recipe,
+    config: "PostTrainConfig",
+    trainer_class: "type[PostTrainer]",
+    rows: Any,
+    policy: Any,
+    on_hardware: bool,
 ) -> None:
-    """Check that the options and training rows of a recipe are those of the checkpoint that it resumes.
+    """Check that the options, training rows and adapter of a recipe are those of the checkpoint that it resumes.
 
     The run also compares its weights and its engine.
 
@@ -297,6 +303,7 @@ def check_resumption(
         config: Config of the run.
         trainer_class: Trainer class of the run.
         rows: Prepared training rows.
+        policy: The policy with its adapter, without weights.
         on_hardware: Whether the config has all options. Without it, those of `without_hardware_options` and the
             precision, whose default depends on the machine, are not compared.
 
@@ -304,7 +311,7 @@ def check_resumption(
         InputError: They differ, or the checkpoint is incomplete.
     """
     from ..trainer.checkpoint import find_checkpoint, settings_problem
-    from ..trainer.run_fingerprint import describe_options, describe_rows
+    from ..trainer.run_fingerprint import describe_adapter, describe_options, describe_rows
 
     build.check_checkpoint(recipe, config)
     checkpoint = config.resume_from_checkpoint
@@ -316,6 +323,7 @@ def check_resumption(
     if not on_hardware:
         omitted = (*build.HARDWARE_OPTIONS, "bf16", "fp16")
         description = {name: value for name, value in description.items() if not name.startswith(omitted)}
+    description["adapter"] = describe_adapter(policy)
     description["train_dataset"] = describe_rows(rows, trainer_class.data_method.rows.columns)
     if problem := settings_problem(Path(checkpoint), description, config, trainer_class.method):
         raise InputError(f"{recipe.where('train.resume_from_checkpoint')}: {problem}")
@@ -344,6 +352,15 @@ def vllm_notes(recipe: Recipe, config: object) -> list[str]:
         except InputError as error:
             return [f"{recipe.where(f'{section}.sampler')}: on the machine that trains, {section}.{error}"]
     return []
+
+
+def lora_rate_notes(recipe: Recipe, config: "PostTrainConfig") -> list[str]:
+    """Return a note if an adapter is trained at the default learning rate, which is for training of all weights."""
+    if (recipe.model.lora is None and not recipe.model.adapter) or "learning_rate" in recipe.train:
+        return []
+    rate = config.learning_rate
+    fix = f"Adapters require about ten times as much: set train.learning_rate={10 * rate:g}"
+    return [f"learning_rate {rate:g} is the default for training of all weights. {fix}"]
 
 
 def bf16_notes(recipe: Recipe, config: "PostTrainConfig", engine: "Engine", model: "PreTrainedModel") -> list[str]:

@@ -77,6 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--teacher", metavar="NAME", help="the teacher, for methods with one")
     parser.add_argument("--data", metavar="FILE", help="training rows: a file, a folder or a hub name")
     parser.add_argument("--eval", metavar="FILE", help="evaluation rows")
+    parser.add_shared("columns")
     parser.add_argument(
         "--output_dir", metavar="DIR", help="output folder of the run (default: outputs/NAME_OF_RECIPE)"
     )
@@ -177,15 +178,16 @@ def _choose_rows(
     """
     rows = shipped.get("data", {"train": {"path": "ROWS.jsonl"}})
     path = arguments.data or _ask("data", rows["train"]["path"], arguments.yes)
+    columns = dict(arguments.columns)
     if path == rows["train"]["path"]:
         sources = dict(rows)
         is_plain_text = shipped.get("train", {}).get("apply_chat_template", False)
         has_answers = True
     else:
-        source, is_plain_text, has_answers = inspect_data(path, reader, "--data")
+        source, is_plain_text, has_answers = inspect_data(path, reader, "--data", columns)
         sources = {"train": source}
     if arguments.eval:
-        sources["eval"] = inspect_data(arguments.eval, reader, "--eval").source
+        sources["eval"] = inspect_data(arguments.eval, reader, "--eval", columns).source
     return sources, is_plain_text, has_answers
 
 
@@ -277,13 +279,14 @@ def _help_text(value: ast.expr | None) -> str:
     return text.partition(". ")[0].removesuffix(".")
 
 
-def inspect_data(path: str, method: Method, option: str) -> InspectedData:
+def inspect_data(path: str, method: Method, option: str, renamed: Mapping[str, str]) -> InspectedData:
     """Read the first rows of a file or folder. A hub name is not read.
 
     Args:
         path: File, folder or hub name.
         method: The method that reads the rows.
         option: Option of the command line, for messages.
+        renamed: Renamed columns, {canonical name: column of the file}.
 
     Raises:
         InputError: For a file that does not exist or cannot be read, or that the method cannot train on.
@@ -291,29 +294,31 @@ def inspect_data(path: str, method: Method, option: str) -> InspectedData:
     if problem := source_problem(path):
         raise InputError(f"{option}: {problem}")
     if not expand_home(path).exists():
-        return InspectedData({"path": path}, is_plain_text=False, has_answers=True)
+        source = {"path": path} | ({"columns": dict(renamed)} if renamed else {})
+        return InspectedData(source, is_plain_text=False, has_answers=True)
     from ..data.formats import canonical_name, detect_format, read_label
     from ..data.prepare import drop_null_fields, null_filled_columns
     from ..data.sources import load
     from .data import MAX_ROWS, describe_file
 
-    stream = load(Source(path, streaming=True), option)
+    stream = load(Source(path, columns=dict(renamed) or None, streaming=True), option)
     filled = null_filled_columns(stream)
     rows = [drop_null_fields(row, filled) for row in itertools.islice(stream, MAX_ROWS)]
     if not rows:
         raise InputError(f"{option}: {path} has no rows")
-    lines, code = describe_file(rows, path, [method.name], {}, None)
+    lines, code = describe_file(rows, path, [method.name], renamed, None)
     if code == 2:
-        raise InputError(f"{option}: nothing was written. {'; '.join(lines)}")
+        fix = "To rename columns, use --columns NAME=COLUMN"
+        raise InputError(f"{option}: nothing was written. {'; '.join(lines)}. {fix}")
 
     rows = [{canonical_name(column, row): value for column, value in row.items()} for row in rows]
     suggestion = column_inference.suggest_format(rows, [method]) if code else None
     mapping = suggestion.columns if suggestion else {}
-    columns = {name: column for name, column in mapping.items() if name != column}
+    columns = {**renamed, **{name: column for name, column in mapping.items() if name != column}}
     form = suggestion.form if suggestion else detect_format([*rows[0]], method)
-    prompts = [rows[0][columns.get(name, name)] for name in ("prompt", "instruction") if name in form.split(" + ")]
+    prompts = [rows[0][mapping.get(name, name)] for name in ("prompt", "instruction") if name in form.split(" + ")]
     has_answers = bool(rows[0].get("completion_ids")) if form == "prompt_ids" else form != "prompt"
-    if form == "messages" and (turns := rows[0].get(columns.get("messages", "messages"))):
+    if form == "messages" and (turns := rows[0].get(mapping.get("messages", "messages"))):
         has_answers = (turns[-1].get("role") or turns[-1].get("from")) in ("assistant", "gpt")
     with suppress(InputError):  # a column of that name may have another meaning
         has_answers &= all(read_label(row["label"]) for row in rows if row.get("label") is not None)

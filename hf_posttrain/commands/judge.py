@@ -2,8 +2,8 @@
 
 Judges are exact match, a function, a model or a server. The file has one row per answer with `prompt`, `completion`
 and, if known, `reference`, as `hf-posttrain sample` writes them. The answers to a prompt are judged together and are
-consecutive in the new file. It has the same rows with `judge` and `score`; a higher score is better, and null means
-that the judge gave no score.
+consecutive in the new file. The new file has the same rows with the columns `judge` and `score`. A higher score is
+better, and null means that the judge gave no score.
 """
 
 import argparse
@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from ..rounds.judges.question import Question
 
 CHUNK_SIZE = 64
-"""Number of prompts per chunk of the file, whose answers are judged together."""
+"""Number of prompts whose answers are judged and written together."""
+PROMPT_COLUMNS = ("messages", "asked", "tools", "chat_template_kwargs")
+"""Columns that a judge reads in addition to `prompt`. They are equal in rows of the same prompt."""
 _EXAMPLES = """judges:
   --by exact_match                   1 if the final answer equals that of `reference`, else 0
   --by function package.module:name  a function of texts (prompts, completions, references)
@@ -61,7 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--opponents",
         type=int,
         default=defaults.opponents,
-        help=f"with url: number of comparisons per answer ({defaults.opponents})",
+        help="with url: number of other answers that each answer is compared with, an odd number rounded up "
+        f"({defaults.opponents})",
     )
     parser.add_argument(
         "--timeout",
@@ -120,13 +123,13 @@ def judge_section(arguments: argparse.Namespace) -> JudgeSection:
         raise InputError(f"command line: --by must be one of {', '.join(KINDS)}, not {kind}{hint}")
 
     section = JudgeSection(
-        kind,
-        names[0] if names else None,
-        arguments.served_model,
-        question,
-        arguments.opponents,
-        arguments.timeout,
-        arguments.batch_size,
+        by=kind,
+        name=names[0] if names else None,
+        served_model=arguments.served_model,
+        question=question,
+        opponents=arguments.opponents,
+        timeout=arguments.timeout,
+        batch_size=arguments.batch_size,
     )
     for _, problem in judge_problems(section):
         raise InputError(f"command line: --by {' '.join(arguments.by)}: {problem}")
@@ -167,20 +170,21 @@ def read_answers(path: str, score: bool = False) -> list[dict[str, Any]]:
 
 
 def group_by_prompt(rows: Iterable[dict[str, Any]], *columns: str) -> list[list[dict[str, Any]]]:
-    """Group the rows of the same prompt and images, in the order of their first rows.
+    """Group the rows of the same prompt (with its images, tools and messages), in the order of their first rows.
 
     Args:
         rows: The rows, in any order.
-        columns: Further columns that must be equal within a group.
+        columns: Further columns that are equal within a group.
     """
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
-        groups.setdefault(repr((row["prompt"], row.get("images"), *map(row.get, columns))), []).append(row)
+        key = repr([row.get(name) for name in ("prompt", "images", *PROMPT_COLUMNS, *columns)])
+        groups.setdefault(key, []).append(row)
     return [*groups.values()]
 
 
 def completion_text(completion: str | list[dict[str, Any]]) -> str:
-    """Return a completion as text. Of messages, it is the content of the last one."""
+    """Return a completion as text, which is the content of the last one of several messages."""
     return completion if isinstance(completion, str) else str(completion[-1].get("content") or "")
 
 
@@ -199,7 +203,7 @@ def make_question(group: list[dict[str, Any]]) -> "Question":
 def judge_rows(
     rows: list[dict[str, Any]], section: JudgeSection, arguments: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
-    """Write the file, and yield its rows.
+    """Judge the rows, write them to the file, and yield them. Nothing is written until the first row is requested.
 
     Raises:
         InputError: For a judge that cannot be loaded or reached.

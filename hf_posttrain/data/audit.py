@@ -30,6 +30,10 @@ TRUNCATED_SHARE = 0.5
 ENDLESS_SHARE = 0.2
 """Shares of examples that are dropped, of examples that are truncated at all, and of completions that lose their end,
 above which the audit warns. A model that is trained on too few ends does not learn to stop."""
+MARKER_SHARE = 0.9
+"""Share of the good or of the bad answers that begin with the same token, above which the audit warns if less than
+1 - MARKER_SHARE of the other answers do. A model would learn this token in place of the difference of the answers."""
+MARKER_ANSWERS = 20  # fewest answers of each side for that warning
 BALANCE = 4.0  # ratio of the total weights of the two labels, above which the audit warns
 _FINDINGS = {  # field of DataAudit: name in `lines`, share of the kept examples above which the audit warns, warning
     "duplicates": ("duplicates", 0.25, "examples repeat an earlier one. Remove them"),
@@ -104,6 +108,7 @@ class DataAudit:
         weighted: Whether a class weight is set.
         conflicts: Kept examples whose prompt and answer have the other label in another example.
         identical: Kept pairs with identical answers after truncation.
+        marker: Sentence about a first token that reveals good or bad answers, or None.
         notes: Columns and options that are not used.
         mistakes: Those notes that most likely indicate a mistake, such as a misspelled column.
         reserved: Tokens of `max_length` that are reserved for answers that are sampled.
@@ -126,6 +131,7 @@ class DataAudit:
     weighted: bool = False
     conflicts: Tally | None = None
     identical: Tally | None = None
+    marker: str | None = None
     notes: list[str] = field(default_factory=list)
     mistakes: list[str] = field(default_factory=list)
     reserved: int = 0
@@ -206,6 +212,10 @@ class DataAudit:
                 rows = ", ".join(map(str, tally.first_rows))
                 problems.append(f"{tally.count} of {self.kept} {problem} (first rows {rows})")
 
+        if self.marker:
+            fix = "The model would learn this token in place of the answers. Write both sides alike"
+            problems.append(f"{self.marker}. {fix}")
+
         # the balance of labels is relevant for training alone
         if self.classes and not self.name.startswith("eval"):
             counts = " and ".join(f"{count} {label}" for label, count in self.classes.items())
@@ -243,6 +253,8 @@ def audit_datasets(
     names = {key: key for key in raw} | dict(names or {})
     examples = {key: _examples(rows, method, tokenizer, config, names[key]) for key, rows in raw.items()}
     audits = {key: _audit(rows, *examples[key], method.rows, config, names[key]) for key, rows in raw.items()}
+    for key, audit in audits.items():
+        audit.marker = _find_marker(examples[key][0], method.rows, tokenizer)
     reported: set[str] = set()  # template options that are not used: reported of the first data set alone
     for key, audit in audits.items():
         levels = collect_notes(raw[key], method, config, tokenizer, examples[key][0], reported)
@@ -320,6 +332,9 @@ def _examples(
     table = rows.select_columns(scalars).to_pandas()
     for column in ("prompt_ids", *method.rows.answers):
         table[column] = column_lengths(rows, column)
+    for column in method.rows.answers if method.rows.paired or method.rows.labeled else ():
+        starts = pc.list_slice(rows.with_format("arrow")[column][:], 0, 1).to_pylist()
+        table[f"first {column}"] = [ids[0] if ids else -1 for ids in starts]
 
     # a hash of the prompt with each answer, so that a pair has two keys
     hashes = np.asarray(pc.list_flatten(rows.with_format("arrow")["keys"][:])).reshape(len(rows), -1)
@@ -331,6 +346,35 @@ def _examples(
         stored_row = raw._indices.column(0).to_numpy()[table.row]
         table["is_copy"] = table.row != table.groupby(stored_row).row.transform("first")
     return table, keys
+
+
+def _find_marker(examples: pd.DataFrame, kind: RowKind, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Return a sentence about a first token of most good answers that bad ones lack, or the reverse; None without one.
+
+    Args:
+        examples: First result of `_examples`.
+        kind: The kind of rows of the method.
+        tokenizer: The student's tokenizer.
+    """
+    kept = examples[examples.state & NO_TARGET == 0]
+    if kind.paired:
+        sides = {column.removesuffix("_ids"): kept[f"first {column}"] for column in kind.answers}
+    elif kind.labeled:
+        first = kept["first completion_ids"]
+        sides = {"desirable": first[kept.label], "undesirable": first[~kept.label]}
+    else:
+        return None
+    if min(map(len, sides.values())) < MARKER_ANSWERS:
+        return None
+    for (name, tokens), (other_name, others) in itertools.permutations(sides.items()):
+        token = tokens.mode()[0]
+        count = int((tokens == token).sum())
+        other_count = int((others == token).sum())
+        if count > MARKER_SHARE * len(tokens) and other_count < (1 - MARKER_SHARE) * len(others):
+            text = tokenizer.decode([token])
+            other = f"{other_count} of {len(others)} {other_name} ones"
+            return f"{count} of {len(tokens)} {name} answers begin with {text!r}, and {other}"
+    return None
 
 
 def _tally(examples: pd.DataFrame) -> Tally:

@@ -19,9 +19,9 @@ def original_class(module: nn.Module) -> type:
 
 
 def keep_full_precision(accelerator: Accelerator) -> None:
-    """Remove two settings that Accelerate adds to the mixed precision of FSDP2.
+    """Make FSDP2 leave outputs in their own dtype and sum gradients over the ranks in float32.
 
-    They round log-probabilities to bf16, and sum gradients over the ranks in bf16.
+    In mixed precision, Accelerate would round log-probabilities and sums of gradients to bf16.
     """
     plugin = accelerator.state.fsdp_plugin if accelerator.is_fsdp2 else None
     if plugin is not None and (policy := plugin.mixed_precision_policy) is not None:
@@ -31,8 +31,8 @@ def keep_full_precision(accelerator: Accelerator) -> None:
 def set_wrapped_layers(accelerator: Accelerator, model: nn.Module) -> None:
     """Set the units of FSDP2 to the layers of the model, unless the plugin names some.
 
-    Accelerate rejects a model that names layers of a part that it lacks, such as the vision encoder of Qwen3.5, which
-    is loaded as a text model.
+    Without it, Accelerate takes the names in `_no_split_modules` and rejects a model that lacks one of these layers. A
+    Qwen3.5 that is loaded as a text model, for example, names the layers of the vision encoder.
     """
     plugin = accelerator.state.fsdp_plugin if accelerator.is_fsdp2 else None
     if plugin is not None and plugin.transformer_cls_names_to_wrap is None:
@@ -71,16 +71,17 @@ def prepare_frozen(model: nn.Module, accelerator: Accelerator, offload: bool) ->
 
 
 def _wrap_fsdp2(model: nn.Module, accelerator: Accelerator, offload: CPUOffloadPolicy | None) -> nn.Module:
-    """Wrap a model with Accelerate's function, around the layers of its architecture instead of the policy's."""
+    """Wrap a frozen model with Accelerate's function. Its units are layers of its own architecture."""
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
-    # the plugin of the run also wraps the policy, so that its values are restored
+    # the same plugin wraps the policy, so its values are restored afterwards
     plugin = accelerator.state.fsdp_plugin
-    changed = ("transformer_cls_names_to_wrap", "auto_wrap_policy", "cpu_offload")
-    original = {name: getattr(plugin, name) for name in changed}
-    layers = {type(module).__name__ for module in model.modules()}
-    if plugin.transformer_cls_names_to_wrap and not layers & set(plugin.transformer_cls_names_to_wrap):
-        plugin.transformer_cls_names_to_wrap = _layer_classes(model)  # another architecture than that of the policy
+    restored_names = ("transformer_cls_names_to_wrap", "auto_wrap_policy", "cpu_offload")
+    original = {name: getattr(plugin, name) for name in restored_names}
+    if plugin.transformer_cls_names_to_wrap:  # Accelerate rejects the name of a layer that this model lacks
+        classes = {type(module).__name__ for module in model.modules()}
+        present = [name for name in plugin.transformer_cls_names_to_wrap if name in classes]
+        plugin.transformer_cls_names_to_wrap = present or _layer_classes(model)
     plugin.cpu_offload = offload or plugin.cpu_offload
     try:
         return fsdp2_prepare_model(accelerator, model)
@@ -105,8 +106,8 @@ def gather_zero3(model: Any) -> Iterator[nn.Module]:
     from deepspeed.runtime.zero.stage3 import unwrap_model_for_generation
 
     offload = model.optimizer.parameter_offload
-    model.empty_partition_cache()  # weights that a forward prefetched for the next one
-    # DeepSpeed's context leaves the hook that compares ranks, so that it is removed here and restored
+    model.empty_partition_cache()  # it may hold weights that were prefetched for the next forward
+    # DeepSpeed's context does not remove the hook that compares the ranks, so it is removed here and added again
     offload.fwd_pre_hook.remove()
     try:
         with unwrap_model_for_generation(model):
@@ -116,15 +117,17 @@ def gather_zero3(model: Any) -> Iterator[nn.Module]:
         def reset_step(*_: object) -> None:
             offload.get_param_coordinator().reset_step()
 
-        offload.fwd_pre_hook = model.module.register_forward_pre_hook(reset_step)
+        offload.fwd_pre_hook = model.module.register_forward_pre_hook(reset_step, prepend=True)
 
 
 @contextmanager
 def gather_fsdp2(model: Any, accelerator: Accelerator) -> Iterator[nn.Module]:
-    """Yield the unwrapped policy with all FSDP2 units gathered, which a forward does not shard again."""
+    """Yield the unwrapped policy with all FSDP2 units gathered. A forward inside the context does not shard them."""
     plugin = accelerator.state.fsdp_plugin
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     layers = set(plugin.transformer_cls_names_to_wrap or model._no_split_modules)
+    embedding = model.get_input_embeddings()
+    is_tied = embedding.weight is model.get_output_embeddings().weight
     try:
         for unit in units:
             unit.set_reshard_after_forward(False, recurse=False)
@@ -133,13 +136,13 @@ def gather_fsdp2(model: Any, accelerator: Accelerator) -> Iterator[nn.Module]:
     finally:
         for unit in units:
             unit.reshard()
-            # as in Accelerate, embeddings and LM head stay gathered from forward to backward
-            is_layer = type(unit).__name__.removeprefix("FSDP") in layers
-            unit.set_reshard_after_forward(plugin.reshard_after_forward and is_layer, recurse=False)
+            # as in Accelerate, the last norm and the LM head, also as a tied embedding, stay gathered until backward
+            reshards = type(unit).__name__.removeprefix("FSDP") in layers or (unit is embedding and not is_tied)
+            unit.set_reshard_after_forward(plugin.reshard_after_forward and reshards, recurse=False)
 
 
 def iter_gathered(tensors: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, weight) of each weight, which is complete on every rank until the next one.
+    """Yield (name, complete weight) of each weight. The weight is valid until the next one is yielded.
 
     All ranks must iterate over all weights.
     """
@@ -169,11 +172,13 @@ def gather_parameters(*tensors: Tensor) -> AbstractContextManager:
 def copy_model(model: nn.Module, accelerator: Accelerator) -> nn.Module:
     """Return a deep copy of a model. Weights that DeepSpeed has sharded are gathered, copied and sharded one by one."""
     duplicate = copy.deepcopy(model)
+    config: dict[str, Any] | None = None
     for source, target in zip(model.parameters(), duplicate.parameters(), strict=True):
         if hasattr(source, "ds_id"):  # the deep copy of a sharded weight is empty
             import deepspeed
 
             with gather_parameters(source):
                 target.data = source.detach().clone()
-            deepspeed.zero.Init(nn.ParameterList([target]), config_dict_or_path=_inference_config(accelerator))
+            config = config or _inference_config(accelerator)
+            deepspeed.zero.Init(nn.ParameterList([target]), config_dict_or_path=config)
     return duplicate

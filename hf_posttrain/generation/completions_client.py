@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 import urllib3
 from accelerate.utils import gather_object
-from urllib3.exceptions import HTTPError, ReadTimeoutError
+from urllib3.exceptions import HTTPError, ReadTimeoutError, SSLError
 
 from ..errors import InputError
 
@@ -112,6 +112,11 @@ class Server:
         key = os.environ.get(API_KEY)
         is_private = parts.scheme == "https" or parts.hostname in ("localhost", "127.0.0.1", "::1")
         headers = {"Authorization": f"Bearer {key}"} if key and is_private else {}
+        self.key_advice = f"The key in {API_KEY} is not accepted"
+        if not key:
+            self.key_advice = f"Set {API_KEY} to the key of the server"
+        elif not is_private:
+            self.key_advice = f"The key in {API_KEY} was not sent, because the URL is not https. Use https"
         self.pool = urllib3.PoolManager(maxsize=MAX_CONNECTIONS, headers=headers, timeout=TIMEOUT, retries=RETRIES)
 
     def get(self, path: str, **options: Any) -> Any:
@@ -131,15 +136,16 @@ class Server:
                 raise ServerError(
                     f"{self.option}: {url} took too long ({_error_reason(reason)})", REQUEST_TIMEOUT
                 ) from error
-            raise ServerError(
-                f"{self.option}: no server answers at {url} ({_error_reason(reason)}). Start it, or correct the URL"
-            ) from error
+            fix = "Start it, or correct the URL"
+            if isinstance(reason, SSLError):
+                fix = "To trust its certificate, set SSL_CERT_FILE to the file of the certificate"
+            raise ServerError(f"{self.option}: no server answers at {url} ({_error_reason(reason)}). {fix}") from error
         text = response.data.decode(errors="replace")
         if response.status != 200:
             is_missing = response.status == 404 and path in self.requirements
             hint = f". {self.requirements[path]}" if is_missing else ""
             if response.status in (401, 403):
-                hint = f". The key is read from {API_KEY}, and sent over https or to the same machine"
+                hint = f". {self.key_advice}"
             raise ServerError(
                 f"{self.option}: {url} answered {response.status} ({_error_message(text)}){hint}", response.status
             )

@@ -49,7 +49,8 @@ def load_grader(name: str) -> Grader:
             raise ValueError("it is not a function")
     except Exception as error:  # including errors of the user's module
         raise InputError(
-            f"function {name!r} cannot be imported ({_describe(error)}). Use exact_match, or package.module:name"
+            f"function {name!r} cannot be imported ({_describe(error)}). Use exact_match, or package.module:name of a "
+            f"module in the current folder ({os.getcwd()}) or of an installed package"
         ) from error
     try:
         inspect.signature(grader).bind(prompts=[], completions=[], references=[])
@@ -90,7 +91,8 @@ def grade(
         raise
     except Exception as error:  # of the user's code
         raise InputError(f"{name} failed: {_describe(error)}") from error
-    fix = f"It must return a finite number for each of {len(completions)} completions"
+    allowed = "a finite number or None" if abstain else "a finite number"
+    fix = f"It must return {allowed} for each of {len(completions)} completions"
     try:
         grades = [None if abstain and value is None else float(value) for value in returned]
     except (TypeError, ValueError) as error:  # such as None, or texts

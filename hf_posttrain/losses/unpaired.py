@@ -1,8 +1,8 @@
 """Losses of single labeled answers, such as KTO. Every function returns one value per answer, without reduction.
 
-log_ratio [B] = log pi(answer) - log ref(answer), summed over its tokens. label [B] bool is true for a desirable answer.
-shift is the scalar with which the log-ratio is compared. s = sigmoid, ls = log sigmoid. UNPAIRED maps the names in
-recipes to the losses.
+r = log_ratio [B] = log pi(answer) - log ref(answer), summed over its tokens. label [B] bool is true if the answer is
+desirable. shift is a scalar: for kto the estimate of the KL, which is subtracted from r; for bco the delta, which is
+subtracted from the reward beta r. s = sigmoid, ls = log sigmoid. UNPAIRED maps the names in recipes to the losses.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ def apo_zero_unpaired(log_ratio: Tensor, label: Tensor, shift: Tensor, beta: flo
 def bco(log_ratio: Tensor, label: Tensor, shift: Tensor, beta: float) -> Tensor:
     """-ls(beta r - delta) if desirable, -ls(-(beta r - delta)) if not: BCO, Jung et al. 2024 (arXiv 2404.04656).
 
-    `shift` is delta, the running mean of the rewards of both classes. Shapes as in `kto`.
+    `shift` is delta, the running mean of the rewards of all answers, of either class. Shapes as in `kto`.
     """
     x = beta * log_ratio - shift
     return -logsigmoid(torch.where(label, x, -x))

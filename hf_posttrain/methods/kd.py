@@ -3,8 +3,8 @@
     loss = mean over trained tokens of  (1 - kd_coef) * -log q(token)  +  kd_coef * D(q, p)
 
 q is the distribution of the student, and p that of the teacher. The divergence D is computed at `temperature`, without
-a factor T^2. The teacher scores each batch together with the student, or all rows once before training into a cache of
-its top tokens (`teacher: {top_k, precompute}`).
+a factor T^2. The teacher scores each batch together with the student. With `teacher: {top_k, precompute}` it scores all
+rows once before training, and its top tokens are cached.
 """
 
 from dataclasses import dataclass, replace
@@ -115,8 +115,8 @@ class KDTrainer(DistillationTrainer):
     @staticmethod
     def examples(row: dict[str, Any]) -> list[Example]:
         """Return the examples of SFT, with the input of the teacher if it reads another prompt."""
-        reading = teacher_input_of(row)
-        return [replace(example, teacher_input=reading) for example in supervised_examples(row)]
+        teacher_input = teacher_input_of(row)
+        return [replace(example, teacher_input=teacher_input) for example in supervised_examples(row)]
 
     def losses(self, model: nn.Module, batch: DistillationBatch) -> Losses:  # type: ignore[override]
         """Return the mixed loss of each trained token, [N]."""

@@ -1,13 +1,13 @@
 """Objectives of distillation: a divergence from the teacher, or a policy gradient on sampled tokens.
 
     Divergence        D(q, p) over the whole vocabulary or the teacher's top k, plus the cross-entropy of the data
-    PolicyGradient    -sg(A) ln q of the sampled tokens, A = ln p - ln q
+    PolicyGradient    -sg(A) ln q of the sampled tokens, A = ln p - ln q, where sg stops the gradient
 
 q is the distribution of the student and p that of the teacher, both at the temperature of the request. `tile` returns
-the tile function for `PostTrainer.score`. `to_token_losses` turns the scores into per-token losses. It is the identity
-unless the teacher has another tokenizer.
+the tile function for `PostTrainer.score`. `to_token_losses` turns the scores into per-token losses. It only changes the
+scores if the teacher has another tokenizer.
 
-Legend: N scored tokens.
+Legend: N scored tokens of a batch, n of them in a tile, V vocabulary.
 """
 
 from collections.abc import Callable
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
+from ..rollouts.batch import RolloutBatch
 from ..scoring import teacher_tiles
 from ..scoring.forward import Scores
 from ..scoring.head import TileFunction
@@ -29,7 +30,7 @@ from ..teachers.signal import Chunked, Dense, Request, Sampled, TeacherSignal, T
 
 
 class Objective(Protocol):
-    """Definition of the loss of each token."""
+    """Loss of each token, as a function of student and teacher."""
 
     @property
     def request(self) -> Request:
@@ -41,7 +42,7 @@ class Objective(Protocol):
         ...
 
     def to_token_losses(self, scores: Scores, signal: TeacherSignal) -> Scores:
-        """Return the scores with the loss of each token as `value`."""
+        """Return the scores [N] with the loss of each token, [N], as `value`."""
         ...
 
 
@@ -69,8 +70,9 @@ class Divergence:
             tile = teacher_tiles.dense_divergence(self.function, signal.logits, tokens, request.temperature, ce_coef)
         elif isinstance(signal, TopK):
             top = signal.ids, signal.logps, tokens, request.temperature, request.vocabulary
-            if self.unbiased_remainder and signal.targets is not None:
-                assert ce_coef == 0, "the residual estimate has no cross-entropy"
+            if self.unbiased_remainder:
+                assert signal.targets is not None, "the residual estimate requires the sampled tokens"
+                assert self.ce_coef == 0, "the residual estimate has no cross-entropy"
                 tile = residual_reverse_kl(*top, teacher=signal.targets)
             else:
                 tile = top_k_divergence(self.function, *top, ce_coef=ce_coef, teacher=signal.targets)
@@ -86,14 +88,14 @@ class Divergence:
         if self.on_policy:
             return _rollout_scores(scores, Chunks.from_signal(signal, scores.student))
         alone = scores.alone > 0
-        # For a token in a multi-token chunk, `value` is ln q. Both the chunk divergence and the CE are computed from
-        # it.
+        # `value` is the loss of a token that is aligned with a single token, and otherwise ln q, from which the
+        # divergence of its chunk and the CE are computed
         chunks = Chunks.from_signal(signal, torch.where(alone, scores.student, scores.value))
         chunk_divergence = chunks.on_data(self.function)
-        mixed = (1 - self.ce_coef) * chunk_divergence - self.ce_coef * scores.value
+        chunk_loss = (1 - self.ce_coef) * chunk_divergence - self.ce_coef * scores.value
         token_divergence = chunk_divergence if scores.divergence is None else scores.divergence
         divergence = torch.where(alone, token_divergence, chunk_divergence)
-        value = torch.where(alone, scores.value, mixed)
+        value = torch.where(alone, scores.value, chunk_loss)
         return scores.replace(value=value, divergence=divergence.detach(), ce=-scores.student)
 
 
@@ -115,13 +117,14 @@ class PolicyGradient:
         if not isinstance(signal, Sampled | TopK) or signal.targets is None:
             problem = "policy_gradient requires log-probabilities of the sampled tokens"
             raise InputError(f"{problem}, which are missing in the {type(signal).__name__} signal of the teacher")
+        assert isinstance(batch, RolloutBatch)
         tile = SampledPolicyGradient(
             tokens,
             signal.targets,
             self.request.temperature,
             self.request.vocabulary,
-            getattr(batch, "reward_advantage", None),
-            getattr(batch, "importance_logps", None),
+            batch.reward_advantage,
+            batch.importance_logps,
         )
         return self.request.eos.wrap(tile)
 
@@ -134,6 +137,6 @@ class PolicyGradient:
 
 
 def _rollout_scores(scores: Scores, chunks: Chunks) -> Scores:
-    """Return the scores of sampled tokens that are compared by chunks."""
+    """Return the scores of sampled tokens for a teacher with another tokenizer, whose tokens form chunks."""
     value, divergence = chunks.on_rollouts(scores.value, scores.alone > 0)
     return scores.replace(value=value, divergence=divergence, teacher=scores.student + chunks.gap)

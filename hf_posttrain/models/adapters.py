@@ -54,8 +54,10 @@ def lora_config(section: ModelSection, location: str = "model") -> peft.LoraConf
     if section.lora is None:
         return None
     values = {_LORA_ALIASES.get(name, name): value for name, value in section.lora.items()}
-    if len(values) < len(section.lora):
-        raise InputError(f"{location}: model.lora sets alpha or dropout under two names. Remove one of them")
+    for alias, name in _LORA_ALIASES.items():
+        if {alias, name} <= section.lora.keys():
+            problem = f"model.lora has {alias} and {name}, which are the same option"
+            raise InputError(f"{location}: {problem}. Remove one of them")
 
     # PEFT takes a string as a regular expression of full names, which a single word does not match
     for name in ("target_modules", "exclude_modules", "modules_to_save"):

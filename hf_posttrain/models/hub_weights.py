@@ -1,4 +1,4 @@
-"""Names of a model's weights, in memory and as the Hub has them."""
+"""Weights of a model by the names in memory, and by the names of files on the Hub."""
 
 import re
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from ..scoring import forward as scoring
+from ..scoring import forward
 
 
 def named_weights(model: nn.Module) -> Mapping[str, Tensor]:
@@ -16,16 +16,19 @@ def named_weights(model: nn.Module) -> Mapping[str, Tensor]:
     A tied weight is included under each of its names. DeepSpeed may have sharded the weights.
     """
     # state_dict() would shard the weights of FSDP2 again
-    inner = scoring.causal_lm(model)
-    tensors: dict[str, Tensor] = dict(inner.named_parameters(remove_duplicate=False))
-    for prefix, module in inner.named_modules():
+    causal = forward.causal_lm(model)
+    tensors: dict[str, Tensor] = dict(causal.named_parameters(remove_duplicate=False))
+    for prefix, module in causal.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
-                tensors[f"{prefix}.{name}"] = buffer
+                tensors[f"{prefix}.{name}".lstrip(".")] = buffer
     plain = {re.sub(r"(\.base_layer)+\.", ".", name): tensor for name, tensor in tensors.items()}
     return {name: tensor for name, tensor in plain.items() if ".lora_" not in name}
 
 
-def hub_weights(inner: PreTrainedModel, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return unsharded weights under the names that `from_pretrained` reads."""
-    return dict(revert_weight_conversion(inner, weights))
+def hub_weights(model: PreTrainedModel, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Convert complete weights from memory to the names and shapes that `from_pretrained` reads.
+
+    A causal LM in transformers may have merged or split the weights of the Hub, for example those of experts.
+    """
+    return dict(revert_weight_conversion(model, weights))

@@ -241,23 +241,30 @@ def server_problems(
             yield error
 
 
+def earlier_run_note(config: "PostTrainConfig") -> str | None:
+    """Return a sentence about the files of an earlier run that a run overwrites, or None."""
+    from ..trainer.checkpoint import find_checkpoint
+
+    output_dir = str(config.output_dir)
+    if config.resume_from_checkpoint:
+        return None
+    if checkpoint := find_checkpoint(output_dir):
+        problem = f"{checkpoint} belongs to an earlier run, whose files are overwritten"
+        return f"{problem}. To resume that run instead, set train.resume_from_checkpoint=auto"
+    if (Path(output_dir) / "trainer_state.json").exists():
+        return f"{output_dir} contains an earlier run, whose files are overwritten"
+    return None
+
+
 def make_output_dir(recipe: Recipe, config: "PostTrainConfig") -> None:
     """Create config.output_dir, and warn about the files of an earlier run.
 
     Raises:
         InputError: If the folder cannot be created.
     """
-    from ..trainer.checkpoint import find_checkpoint
-
-    output_dir = str(config.output_dir)
-    folder = Path(output_dir)
-    if not config.resume_from_checkpoint:
-        if checkpoint := find_checkpoint(output_dir):
-            message = "%s belongs to an earlier run, whose files are overwritten. %s"
-            fix = "To resume that run instead, set train.resume_from_checkpoint=auto"
-            logger.warning(message, checkpoint, fix)
-        elif (folder / "trainer_state.json").exists():
-            logger.warning("%s contains an earlier run, whose files are overwritten", folder)
+    folder = Path(str(config.output_dir))
+    if note := earlier_run_note(config):
+        logger.warning("%s", note)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -1,8 +1,8 @@
 """The interface of a source of rollouts, and rollouts of the current policy.
 
 on policy    sampled from the current policy in each optimizer step
-replay       a share `fresh_fraction` of each window on policy, and rollouts of the last steps in place of the other
-             prompts (LSPD)
+replay       a share `fresh_fraction` of the prompts of each step on policy; the others are replaced by prompts of
+             earlier steps with their rollouts
 frozen       sampled once, from the policy before training, and cached on disk (arXiv 2610.11291)
 """
 
@@ -25,9 +25,14 @@ class RolloutSource(Protocol):
         ...
 
     def rollouts(self, rows: Sequence[dict[str, Any]], seed: Sequence[int], max_new_tokens: int) -> list[Rollout]:
-        """Return one rollout for each prepared row: its prompt with `num_generations` completions, none of them empty.
+        """Return as many prompts with `num_generations` completions as there are rows.
 
-        The caller has seeded the global generator with `seed`, and truncates completions to max_new_tokens.
+        A source may replace a prompt by another one, as `Replay` does. The caller rejects empty completions.
+
+        Args:
+            rows: Prepared rows, which have a prompt.
+            seed: The seed of the global generator, which the caller has set.
+            max_new_tokens: Largest length of a completion. The caller truncates longer ones.
         """
         ...
 

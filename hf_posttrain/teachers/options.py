@@ -25,8 +25,8 @@ class TeacherOptions(OptionKind):
     )
     top_k_remainder: str = option(
         "tail",
-        "Treatment of the tokens outside top_k: tail (their total probability, a lower bound of the divergence) or "
-        "residual (the sampled token, an unbiased estimate of reverse_kl on rollouts).",
+        "Treatment of the tokens outside top_k: tail counts them as one token, which gives a lower bound of the "
+        "divergence; residual (method opd with reverse_kl) estimates their part from the sampled token, without bias.",
     )
     precompute: bool = option(
         False,
@@ -35,23 +35,23 @@ class TeacherOptions(OptionKind):
     )
     merge_eos: bool | None = option(
         None,
-        "Count all EOS ids of student and teacher as one outcome in the divergence. None means true for rollouts, "
-        "and false for rows of data, whose EOS id the cross-entropy trains.",
+        "Count all EOS ids of student and teacher as one outcome in the divergence. None means true for method opd "
+        "and false for method kd.",
     )
     prompt: str | dict[str, str] | None = option(
         None,
         "Jinja template of the prompt of the teacher, with the columns of the row and `prompt` as variables. With "
-        "several teachers, a mapping by name. In a recipe it is in the teacher section.",
+        "several teachers, a mapping by name. In a recipe, set prompt in the teacher section instead.",
     )
     tokenizer: str | dict[str, str] | None = option(
         None,
-        "Name or folder of the tokenizer of the teacher, if it differs from that of the student. Texts are then "
-        "aligned. In a recipe it is own_tokenizer in the teacher section.",
+        "Name or folder of the tokenizer of the teacher, if it differs from that of the student, so that texts are "
+        "aligned. In a recipe, set own_tokenizer in the teacher section instead.",
     )
     names: list[str] | None = option(
         None,
-        "Names of several teachers. The column `teacher` of a row has one of them. In a recipe they are in the section "
-        "teachers.",
+        "Names of several teachers. The column `teacher` of a row has one of them. In a recipe, write the section "
+        "teachers instead.",
     )
 
 

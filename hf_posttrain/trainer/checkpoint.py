@@ -319,6 +319,8 @@ def settings_problem(checkpoint: Path, description: Mapping[str, Any], args: Any
     fix = f"Restore the settings, {restart}, or set train.resume_despite: [{join_names(sections)}]"
     if fixed := [key for key in differences if key in run_fingerprint.OPTIMIZER_STATE_OPTIONS]:
         fix = f"Restore the settings, or {restart} (the optimizer keeps the former {join_names(fixed)})"
+    elif {"method", "adapter.r", "adapter.peft_type"} & differences.keys():  # the weights have other shapes or meanings
+        fix = f"Restore the settings, or {restart}"
     omitted = f"; {len(lines) - 6} more" if len(lines) > 6 else ""
     return f"the checkpoint {checkpoint} was written with other settings: {'; '.join(lines[:6])}{omitted}. {fix}"
 
@@ -328,7 +330,7 @@ def _restart_advice(checkpoint: Path) -> str:
     weights = f"model.name_or_path={checkpoint} model.from_scratch=false"
     if (checkpoint / "adapter_config.json").exists():
         weights = f"model.lora=null model.adapter={checkpoint}"
-    return f"start a new run from its weights ({weights})"
+    return f"start a new run from its weights ({weights} train.resume_from_checkpoint=null train.output_dir=NEW)"
 
 
 def _find_best(state: TrainerState, output_dir: str, resumed: Path) -> str | None:

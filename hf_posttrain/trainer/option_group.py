@@ -2,7 +2,8 @@
 
 A group with several kinds has a selector, the key that names the kind. Such a group is written as the name of a kind
 (`sampler: policy`) or as a mapping (`sampler: {kind: vllm_server, base_url: ...}`), and each kind has its own options.
-A group without a selector has one kind and is written as a mapping of options. A Config holds an instance of the kind.
+A group without a selector has one kind and is written as a mapping of options. A Config holds an `OptionKind`, an
+instance of the class of the selected kind.
 """
 
 import dataclasses
@@ -13,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import yaml
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from ..errors import InputError, name_hint, short_repr
 from ..options import OptionValues
@@ -32,7 +33,7 @@ _TYPE_WORDS: dict[object, str] = {
 
 @dataclasses.dataclass(frozen=True)
 class OptionKind:
-    """Options of one kind of a group. Subclasses are frozen dataclasses.
+    """The options of a group for one kind, such as those of the sampler vllm_server. Subclasses are frozen dataclasses.
 
     Attributes:
         selector: Key that names the kind, empty for a group of one kind.
@@ -78,8 +79,8 @@ class OptionGroup:
 
     Args:
         kinds: The kinds.
-        optional: Whether the option may be None. If not, the first kind is the default, also of a mapping without the
-            selector.
+        optional: Whether the option may be None. If not, the first kind is the default, and the kind of a mapping
+            without the selector.
     """
 
     def __init__(self, *kinds: type[OptionKind], optional: bool = False) -> None:
@@ -91,7 +92,7 @@ class OptionGroup:
         """Yield the problems of a group's value.
 
         Args:
-            key: Name of the group. A problem has the names `key.option` and `key`.
+            key: Name of the group. The names of a problem are those of the option, `key.option`, and of the group.
             value: Value of the group.
         """
         if value is None and self.optional:
@@ -139,14 +140,14 @@ class OptionGroup:
 
             try:
                 value = _converted(option_value, types[option])
-            except ValidationError:
+            except ValueError:
                 expected = describe_type(types[option])
                 yield (full_name, key), f"{full_name} must be {expected}, not {short_repr(option_value)}"
                 continue
 
             limit = kind.limits.get(option)
             if limit and isinstance(value, int | float) and not limit.is_valid(value):
-                yield (full_name, key), f"{full_name}={value:g} {limit.message}"
+                yield (full_name, key), f"{full_name}={value!r} {limit.message}"
 
         for option, field in options.items():
             if option not in mapping and field.default is dataclasses.MISSING:
@@ -176,7 +177,11 @@ class OptionGroup:
         return kind(**{option: _converted(option_value, types[option]) for option, option_value in mapping.items()})
 
     def restore(self, value: object) -> Any:
-        """Return the instance of a value that another release has written, without options that no longer exist."""
+        """Return the instance of a value that another release has written, in order to compare it with a present one.
+
+        Options that no longer exist are left out. A kind that no longer exists becomes the first kind, and a required
+        option that is missing becomes an empty text.
+        """
         if value is None and self.optional:
             return None
         mapping = self.as_mapping(value) or {}
@@ -221,10 +226,10 @@ def _option_names(kind: type[OptionKind]) -> list[str]:
 
 
 def _converted(value: object, annotation: Any) -> Any:
-    """Convert a value to the type of an option, for example a string of a number. Raise ValidationError on failure."""
+    """Convert a value to the type of an option, for example a string of a number. Raise ValueError on failure."""
     members = typing.get_args(annotation) or (annotation,)
     if isinstance(value, bool) and bool not in members:
-        raise ValidationError.from_exception_data("true and false are not numbers", [])
+        raise ValueError("true and false are not numbers")
     return TypeAdapter(annotation).validate_python(value)
 
 

@@ -61,6 +61,10 @@ OPTIMIZER_STATE_OPTIONS = _name_set("""
     adam_epsilon
 """)
 """Options whose value is part of the optimizer state, so that a new one would have no effect."""
+_ADAPTER_FILES = _name_set("""
+    base_model_name_or_path revision inference_mode peft_version auto_mapping runtime_config
+""")
+"""Fields of an adapter's config that describe its files and not its weights."""
 
 
 def describe_options(args: Any, method: Method) -> dict[str, Any]:
@@ -88,15 +92,6 @@ def describe_run(trainer: TrainerInterface) -> dict[str, Any]:
     args = trainer.args
     columns = trainer.data_method.rows.columns
     policy = forward.unwrap_model(trainer.model)
-    adapter = policy.peft_config[policy.active_adapter].to_dict() if isinstance(policy, peft.PeftModel) else {}
-    ignored = (
-        "base_model_name_or_path",
-        "revision",
-        "inference_mode",
-        "peft_version",
-        "auto_mapping",
-        "runtime_config",
-    )
     causal = forward.causal_lm(policy)
     description = describe_options(args, trainer.method) | {
         "model": score_cache.numeric_config(causal)
@@ -104,7 +99,7 @@ def describe_run(trainer: TrainerInterface) -> dict[str, Any]:
         "base_weights": trainer.base_key,
         "start_weights": trainer.start_key,
         "second_model": trainer.second_key,
-        "adapter": {"peft_type": None} | {name: value for name, value in adapter.items() if name not in ignored},
+        "adapter": describe_adapter(policy),
         "train_dataset": describe_rows(trainer.train_dataset, columns),
     }
     if not isinstance(trainer.train_dataset, datasets.Dataset):
@@ -119,6 +114,12 @@ def describe_run(trainer: TrainerInterface) -> dict[str, Any]:
     for name in ("optimizer", "scheduler") if plugin is not None else ():  # defined in the config of DeepSpeed
         description[f"deepspeed.{name}"] = plugin.deepspeed_config.get(name)
     return _as_json(description)
+
+
+def describe_adapter(policy: nn.Module) -> dict[str, Any]:
+    """Return the config of the policy's adapter, as JSON values by name. Without an adapter, `peft_type` is None."""
+    config = policy.peft_config[policy.active_adapter].to_dict() if isinstance(policy, peft.PeftModel) else {}
+    return _as_json({"peft_type": None} | {name: value for name, value in config.items() if name not in _ADAPTER_FILES})
 
 
 def _depends_on_evaluation(args: Any) -> bool:

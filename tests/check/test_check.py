@@ -439,6 +439,30 @@ def test_a_check_rejects_a_resumption_that_the_run_rejects(folder, method):
     assert "resume_from_checkpoint" not in (folder / "out" / "recipe.yaml").read_text()
 
 
+def test_a_check_compares_the_adapter_of_a_resumption(folder):
+    tiny_model().save_pretrained("tiny")
+    changes = ["data.eval=null", "model.from_scratch=false", "model.lora.r=4", "train.save_steps=2"]
+    changes += ["train.save_strategy=steps", "train.learning_rate=1e-3"]
+    assert run.main(["recipe.yaml", *changes]) == 0
+    resumed = [*changes, "train.resume_from_checkpoint=out/checkpoint-2"]
+    checked(*resumed)
+    with pytest.raises(InputError) as caught:
+        checked(*resumed, "model.lora.r=8")
+    assert "adapter.r: then 4, now 8. Restore the settings, or start a new run from its weights" in str(caught.value)
+    assert "resume_despite" not in str(caught.value)
+
+
+def test_notes_about_an_earlier_run_and_the_rate_of_an_adapter(folder):
+    tiny_model().save_pretrained("tiny")
+    adapter = ["model.from_scratch=false", "model.lora.r=4", "data.eval=null"]
+    [note] = [note for note in checked(*adapter).notes if "learning_rate" in note]
+    assert note.endswith("require about ten times as much: set train.learning_rate=0.0002")
+    assert not any("learning_rate" in note for note in checked(*adapter, "train.learning_rate=1e-3").notes)
+    assert not any("learning_rate" in note for note in checked().notes)
+    assert run.main(["recipe.yaml", "model.from_scratch=false"]) == 0
+    assert any("an earlier run, whose files are overwritten" in note for note in checked().notes)
+
+
 def test_a_check_compares_rows_with_the_length_limit_of_a_teacher_on_a_server(folder):
     tiny_model().save_pretrained("tiny")
     options = ("method=kd", "data.eval=null", "teacher.name_or_path=tiny", "train.teacher.top_k=4")

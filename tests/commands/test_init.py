@@ -167,6 +167,16 @@ def test_the_columns_of_a_file_are_mapped_where_they_must_be(row, columns, metho
         assert recipe.train["apply_chat_template"] is True
 
 
+def test_columns_with_unknown_names_are_given_on_the_command_line():
+    write_rows("german.jsonl", [{"frage": "1+1?", "antwort": "2"}] * 8)
+    message = refused("sft", "--model", "m", "--data", "german.jsonl")
+    assert "To rename columns, use --columns NAME=COLUMN" in message
+    columns = ("--columns", "prompt=frage", "completion=antwort")
+    found = written("sft", "--model", "m", "--data", "german.jsonl", *columns)
+    assert found.data.train.columns == {"prompt": "frage", "completion": "antwort"}
+    assert found.train["apply_chat_template"]
+
+
 def test_rows_to_evaluate_on_are_mapped_too():
     write_rows("mine.jsonl", EXAMPLES)
     write_rows("other.jsonl", [{"prompt": "1+1?", "completion": "2"}])

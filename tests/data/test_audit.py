@@ -49,6 +49,27 @@ def audited(tmp_path):
     return made
 
 
+@pytest.mark.parametrize("method", names_where(lambda method: method.rows.paired or method.rows.labeled))
+@pytest.mark.parametrize("marked", ["chosen", "rejected"])
+def test_a_first_token_that_reveals_the_label_is_named(method, marked, audited):
+    def rows_with(share):
+        rows = [{"prompt": f"p{n}", "chosen": f"{n}", "rejected": f"{n + 1}"} for n in range(100)]
+        for row in rows[: int(share * 100)]:
+            row[marked] = f"X{row[marked]}"
+        return rows
+
+    found = audited(method, rows_with(0.95))
+    kinds = {"chosen": ("chosen", "rejected"), "rejected": ("rejected", "chosen")}[marked]
+    if METHODS[method].rows.labeled:
+        kinds = [{"chosen": "desirable", "rejected": "undesirable"}[name] for name in kinds]
+    assert found.marker == f"95 of 100 {kinds[0]} answers begin with 'X', and 0 of 100 {kinds[1]} ones"
+    assert any(found.marker in warning for warning in found.warnings())
+    assert audited(method, rows_with(0.8)).marker is None  # a common first word
+    assert audited(method, rows_with(1)[:10]).marker is None  # too few rows
+    both = [row | {"chosen": f"X{row['chosen']}", "rejected": f"X{row['rejected']}"} for row in rows_with(0)]
+    assert audited(method, both).marker is None
+
+
 def random_rows(method, seed, count=60):
     """Rows of few letters and few lengths, so that some are alike, too long, or contradict each other."""
     draw = random.Random(seed)

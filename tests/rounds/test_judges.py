@@ -385,7 +385,7 @@ def test_a_server_that_is_gone_or_wants_another_key_ends_it(monkeypatch):
     monkeypatch.setattr(http, "RETRIES", http.RETRIES.new(total=2, backoff_factor=0.1))
     with serving(by_length) as server:
         server.refuse = lambda body: (401, {"error": {"message": "wrong key"}})
-        with pytest.raises(ServerError, match=r"401 .*wrong key.*\. The key is read from OPENAI_API_KEY"):
+        with pytest.raises(ServerError, match=r"401 .*wrong key.*\. Set OPENAI_API_KEY to the key of the server"):
             judged([Question("p", [*map(str, range(40))])], by="url", name=server.url)
         assert len(server.asked) < 100  # of 160
         judge = make_judge(JudgeSection("url", server.url, served_model="m"))

@@ -211,6 +211,7 @@ def test_another_run_is_refused_by_what_differs(changed, said, whole, tmp_path):
     message = refusal(whole, tmp_path, **changed())
     assert said in message
     assert "start a new run from its weights (model.name_or_path=" in message
+    assert "train.resume_from_checkpoint=null train.output_dir=NEW)" in message
 
 
 @pytest.mark.parametrize(("part", "refused"), [("non_blocking", False), ("even_batches", True)])
