@@ -171,7 +171,7 @@ def test_wrong_masks_and_wrong_gradients_of_the_head_are_seen(settings, monkeypa
     found = [*correctness.compare_attention(settings, forms)]
     assert [record["right"] for record in found] == [True, False]
     assert ["ms" in record for record in found] == [True, False]
-    for name in ("LogProb", "dense"):
+    for name in ("LogProb", "dense_divergence"):
         monkeypatch.setattr(correctness, name, partial(halved, getattr(correctness, name)))
     assert not any(found["right"] for found in correctness.check_head(settings))
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import compress, groupby
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import datasets
 import numpy as np
@@ -24,7 +24,9 @@ from ..errors import InputError, count_noun, error_context, printable
 from ..methods.rules import POLICY_GRADIENT
 from ..recipe.datasets import dataset_names
 from ..recipe.sections import Recipe
-from ..trainer.config import PostTrainConfig
+
+if TYPE_CHECKING:
+    from ..trainer.config import PostTrainConfig
 
 SAMPLES_PER_SOURCE = 3
 """Number of samples of each source."""
@@ -358,7 +360,7 @@ def _alignment(
 
 
 def _first_examples(
-    raw: Any, method: Reader, tokenizer: PreTrainedTokenizerBase, config: PostTrainConfig, name: str, count: int
+    raw: Any, method: Reader, tokenizer: PreTrainedTokenizerBase, config: "PostTrainConfig", name: str, count: int
 ) -> list[dict]:
     """Return the examples of the first `count` raw rows, including those without a trained token."""
     first = raw.select(range(min(count, len(raw)))) if isinstance(raw, datasets.Dataset) else raw.take(count)

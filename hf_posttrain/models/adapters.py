@@ -35,6 +35,8 @@ _INIT_BY_DATA = {"corda": "eigens", "eva": None, "lora_ga": "_peft_loraga_grad"}
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 PEFT_OPTION = "peft_config (model.lora)"
 """The options that request an adapter, for messages."""
+_WRAPPERS = BaseTunerLayer, AuxiliaryTrainingWrapper
+"""Classes of PEFT's layers around layers of the base model."""
 ZERO_ROW = 1e-4
 _LORA_ALIASES = {"alpha": "lora_alpha", "dropout": "lora_dropout"}
 
@@ -175,18 +177,22 @@ def _unchanged_on_error(model: nn.Module) -> Iterator[None]:
     try:
         yield
     except Exception:
-        wrappers = [
-            (name, layer)
-            for name, layer in model.named_modules()
-            if isinstance(layer, BaseTunerLayer | AuxiliaryTrainingWrapper)
-        ]
-        for name, layer in reversed(wrappers):  # of nested wrappers, the outer one comes first
-            base: Any = layer.get_base_layer() if isinstance(layer, BaseTunerLayer) else layer.original_module
+        # all are found before any is replaced, since a wrapper of PEFT may read its base through another wrapper
+        bases = [(name, _unwrapped(layer)) for name, layer in model.named_modules() if isinstance(layer, _WRAPPERS)]
+        for name, base in reversed(bases):  # of nested wrappers, the outer one comes first
             model.set_submodule(name, base)
         model.tie_weights()  # type: ignore[operator]
         for weight in trained:
             weight.requires_grad_(True)
         raise
+
+
+def _unwrapped(layer: BaseTunerLayer | AuxiliaryTrainingWrapper) -> nn.Module:
+    """Return the layer of the base model inside wrappers of PEFT."""
+    inner: Any = layer
+    while isinstance(inner, _WRAPPERS):
+        inner = inner.get_base_layer() if isinstance(inner, BaseTunerLayer) else inner.original_module
+    return inner
 
 
 def _check_init(config: peft.PeftConfig, model: nn.Module) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import datasets
 from transformers import PreTrainedTokenizerBase
@@ -20,16 +20,18 @@ from ..data.sources import load
 from ..engines import launch
 from ..errors import InputError
 from ..generation.exact_match import prompts_with_answers
-from ..trainer.base import PostTrainer
-from ..trainer.config import PostTrainConfig
 from .sections import Recipe, Source
+
+if TYPE_CHECKING:
+    from ..trainer.base import PostTrainer
+    from ..trainer.config import PostTrainConfig
 
 
 def prepare_data(
     recipe: Recipe,
-    trainer_class: type[PostTrainer],
+    trainer_class: "type[PostTrainer]",
     tokenizer: PreTrainedTokenizerBase,
-    config: PostTrainConfig,
+    config: "PostTrainConfig",
     keep_asked: bool = False,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Load and tokenize the data of a recipe.
@@ -66,7 +68,7 @@ def prepare_data(
 
 
 def audit_data(
-    recipe: Recipe, raw: dict[str, Any], tokenizer: PreTrainedTokenizerBase, config: PostTrainConfig
+    recipe: Recipe, raw: dict[str, Any], tokenizer: PreTrainedTokenizerBase, config: "PostTrainConfig"
 ) -> dict[str, DataAudit]:
     """Return the audits {"train": audit, "eval": audit}, which read the cache that `prepare_data` has filled."""
     names = {key.removeprefix("data."): name for key, name in dataset_names(recipe).items()}

@@ -32,7 +32,7 @@ LIMITS = {
     "dataset_num_proc": COUNT,
     "torch_empty_cache_steps": COUNT,
     "dataloader_num_workers": NOT_NEGATIVE,
-    "learning_rate": NOT_NEGATIVE,
+    "learning_rate": COEFFICIENT,
     "weight_decay": NOT_NEGATIVE,
     "warmup_steps": NOT_NEGATIVE,
     "max_grad_norm": NOT_NEGATIVE,

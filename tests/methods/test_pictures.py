@@ -435,7 +435,7 @@ def test_the_code_on_the_card_answers_a_picture(lora, tmp_path, monkeypatch, cap
     card = (tmp_path / "run" / "README.md").read_text(encoding="utf-8")
     assert "pipeline_tag: image-text-to-text" in card
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "picture.jpg").symlink_to(PHOTO)
+    (tmp_path / "image.jpg").symlink_to(PHOTO)
     exec(card.partition("```python\n")[2].partition("```")[0], {})
     assert capsys.readouterr().out
 

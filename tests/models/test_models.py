@@ -343,6 +343,15 @@ UNMATCHED = [
     ({"trainable_token_indices": [5, 300]}, "trainable_token_indices: 300 is not one of the 300 tokens of the model"),
     ({"trainable_token_indices": {"lm_head": [-1]}}, "trainable_token_indices: -1 is not one of the 300 tokens"),
     ({"target_modules": ["lm_head"], "ensure_weight_tying": True}, "LoRA on a tied head does not stay tied"),
+    *(  # wrappers of PEFT that are nested
+        ({"rank_pattern": {"v_proj": 4}, name: value}, "rank_pattern: 'v_proj' matches no layer with an adapter")
+        for name, value in (
+            ("trainable_token_indices", [3]),
+            ("trainable_token_indices", {"embed_tokens": [3]}),
+            ("modules_to_save", ["norm"]),
+            ("target_parameters", ["experts.down_proj"]),
+        )
+    ),
 ]
 
 

@@ -544,7 +544,7 @@ def test_threads_that_wait_for_each_other(monkeypatch, cores, load, threads, pro
 
 @pytest.mark.slow
 def test_nothing_is_printed_of_a_kernel_and_of_a_reporter_that_are_not_used():
-    code = "from hf_posttrain.recipe.build import imported; imported('hf_posttrain.methods.sft')"
+    code = "from hf_posttrain.recipe.build import import_quietly; import_quietly('hf_posttrain.methods.sft')"
     env = os.environ | {"WANDB_MODE": "offline"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
     assert done.stdout + done.stderr == ""

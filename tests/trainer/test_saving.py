@@ -559,7 +559,7 @@ def test_two_runs_do_not_share_an_output_dir(tmp_path, capsys):
 import time
 from types import SimpleNamespace
 from hf_posttrain.trainer import output_dir
-with output_dir.locked(SimpleNamespace(process_index=0, output_dir={str(tmp_path)!r})):
+with output_dir.exclusive_access(SimpleNamespace(process_index=0, output_dir={str(tmp_path)!r})):
     print("held", flush=True)
     time.sleep(100)
 """
