@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from ..errors import InputError, join_names, path_hint
 
-_SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs"}
+_SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars"}
 EXTENSIONS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 _FIXES = {
     ".gz": "Decompress it first (gunzip)",

@@ -2,7 +2,6 @@
 
 import glob
 import logging
-import re
 from collections.abc import Callable, Mapping
 from itertools import chain
 from pathlib import Path
@@ -150,11 +149,6 @@ def _load_source(source: Any) -> AnyDataset:
         raise InputError(f"cannot read {source.path}{on_hub}: {problem}") from error
     if isinstance(rows, datasets.Dataset) and len(rows) == 0:
         raise InputError(f"{source.path} has no rows")
-    single_column = rows.column_names[0] if extension(path) == ".csv" and len(rows.column_names) == 1 else ""
-    if separator := re.search("[;\t|]", single_column):
-        raise InputError(
-            f"{source.path} is separated by {separator[0]!r}, and a .csv file must be separated by commas. Convert it"
-        )
 
     # an existing column with our name is removed if another column is renamed to it
     columns = source.columns or {}

@@ -26,7 +26,7 @@ class TeacherOptions(OptionKind):
     top_k_remainder: str = option(
         "tail",
         "Treatment of the tokens outside top_k: tail counts them as one token, which gives a lower bound of the "
-        "divergence; residual (method opd with reverse_kl) estimates their part from the sampled token, without bias.",
+        "divergence; residual estimates their part of reverse_kl on rollouts from the sampled token, without bias.",
     )
     precompute: bool = option(
         False,
@@ -35,8 +35,8 @@ class TeacherOptions(OptionKind):
     )
     merge_eos: bool | None = option(
         None,
-        "Count all EOS ids of student and teacher as one outcome in the divergence. None means true for method opd "
-        "and false for method kd.",
+        "Count all EOS ids of student and teacher as one outcome in the divergence. None means true for rollouts, "
+        "and false for rows of data.",
     )
     prompt: str | dict[str, str] | None = option(
         None,

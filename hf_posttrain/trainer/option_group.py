@@ -147,7 +147,7 @@ class OptionGroup:
 
             limit = kind.limits.get(option)
             if limit and isinstance(value, int | float) and not limit.is_valid(value):
-                yield (full_name, key), f"{full_name}={value!r} {limit.message}"
+                yield (full_name, key), f"{full_name}={value:.12g} {limit.message}"
 
         for option, field in options.items():
             if option not in mapping and field.default is dataclasses.MISSING:

@@ -423,7 +423,7 @@ def test_lora_has_its_types_and_one_name_for_each_value(tmp_path):
     section = load_recipe(path).model
     assert section.lora == {"alpha": 32, "dropout": 0.05}
     section.lora |= {"lora_alpha": 2}
-    with pytest.raises(InputError, match=r"a\.yaml:4: model\.lora sets alpha or dropout under two names"):
+    with pytest.raises(InputError, match=r"a\.yaml:4: model\.lora has alpha and lora_alpha, which are the same option"):
         adapters.lora_config(section, "a.yaml:4")
 
 

@@ -71,7 +71,7 @@ def test_a_function_is_called_once_with_texts():
     assert judged(questions, by="function", name="test_judges:longer") == [[1.0, 3.0], []]
     assert judged([Question(CHAT, ["a", "b"])], by="function", name="test_judges:picky") == [[None, 1.0]]  # abstains
     for name, said in {
-        "forgetful": "returned None. It must return a finite number for each of 2 completions",
+        "forgetful": "returned None. It must return a finite number or None for each of 2 completions",
         "short": "returned 1 numbers. It must return a finite",
         "broken": "returned nan for 'b'. It must return a finite number",
         "narrow": "got an unexpected keyword argument 'references'. It must take",
