@@ -178,7 +178,9 @@ def describe_file(
             missing = ", ".join(suggestion.missing)
             lines.append(f"the most similar format is {suggestion.form}: {mapping}; there is no column for {missing}")
         lines += filter(None, [column_inference.misspelling_problem(rows[0])])
-        return [*lines, *(f"{method} reads {' | '.join(METHODS[method].rows.formats)}" for method in methods)], 2
+        lines += (f"{method} reads {' | '.join(METHODS[method].rows.formats)}" for method in methods)
+        lines.append("to rename columns, add NAME=COLUMN for each, such as prompt=COLUMN completion=COLUMN")
+        return lines, 2
 
     # The file can be read with renamed columns.
     renamed_columns = {new: old for new, old in suggestion.columns.items() if new != old}

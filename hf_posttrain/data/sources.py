@@ -160,7 +160,9 @@ def _load_source(source: Any) -> AnyDataset:
             )
         if theirs not in existing:
             hint = name_hint(theirs, {*existing} - {*columns.values()}, list_valid=False, in_brackets=True)
-            raise InputError(f"{source.path}: no column {theirs!r} for {ours!r}{hint}; valid: {join_names(existing)}")
+            problem = f"{source.path}: no column {theirs!r} for {ours!r}{hint}; valid: {join_names(existing)}"
+            swapped = f". Swap the two: the column of the file comes second ({theirs}: {ours})"
+            raise InputError(f"{problem}{swapped if ours in existing else ''}")
     if replaced := [ours for ours in columns if ours in existing and ours not in columns.values()]:
         logger.info("%s: columns %s are not read, since others replace them", source.path, join_names(replaced))
         rows = rows.remove_columns(replaced)
