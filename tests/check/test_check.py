@@ -411,7 +411,7 @@ def test_tokens_that_face_one_of_the_teachers_are_counted(folder):
 # ---- resumption and servers
 
 
-@pytest.mark.parametrize("method", ["sft", "dpo", "opd"])
+@pytest.mark.parametrize("method", ["sft", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dpo", "opd"))])
 def test_a_check_rejects_a_resumption_that_the_run_rejects(folder, method):
     """Options and rows are compared without the weights."""
     write_rows(folder / "rows.jsonl", [{"prompt": f"{n}", "chosen": "a", "rejected": f"{n}b"} for n in range(8)])
