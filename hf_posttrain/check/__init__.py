@@ -16,6 +16,7 @@ from ..methods import METHODS
 from ..recipe import build
 from ..recipe.sections import Recipe
 from ..rollouts.options import SAMPLERS
+from ..trainer.rules import ADAPTER_RATE_FACTOR
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -223,10 +224,9 @@ def check(
         probe=probed,
         notes=[record.getMessage() for record in logged.buffer]
         + bf16_notes(recipe, config, engine, models[0])
-        + [note for note in (newer_than_tested(),) if note]
         + vllm_notes(recipe, config)
         + lora_rate_notes(recipe, config)
-        + [note for note in (build.earlier_run_note(config),) if note],
+        + [note for note in (newer_than_tested(), build.earlier_run_note(config)) if note],
         servers=[str(problem) for problem in build.server_problems(recipe, config, peft_config, rows["train"])],
         teachers=[describe_teacher(name, section) for name, section in recipe.teacher_sections()],
         adapter=[describe_adapter(policy)] if isinstance(policy, peft.PeftModel) else [],
@@ -310,8 +310,8 @@ def check_resumption(
     Raises:
         InputError: They differ, or the checkpoint is incomplete.
     """
-    from ..trainer.checkpoint import find_checkpoint, settings_problem
-    from ..trainer.run_fingerprint import describe_adapter, describe_options, describe_rows
+    from ..trainer.checkpoint import find_checkpoint, settings_problem, stored_launch
+    from ..trainer.run_fingerprint import adapter_settings, describe_options, describe_rows
 
     build.check_checkpoint(recipe, config)
     checkpoint = config.resume_from_checkpoint
@@ -323,9 +323,10 @@ def check_resumption(
     if not on_hardware:
         omitted = (*build.HARDWARE_OPTIONS, "bf16", "fp16")
         description = {name: value for name, value in description.items() if not name.startswith(omitted)}
-    description["adapter"] = describe_adapter(policy)
+    description["adapter"] = adapter_settings(policy)
     description["train_dataset"] = describe_rows(rows, trainer_class.data_method.rows.columns)
-    if problem := settings_problem(Path(checkpoint), description, config, trainer_class.method):
+    folder = Path(checkpoint)
+    if problem := settings_problem(folder, stored_launch(folder), description, config, trainer_class.method):
         raise InputError(f"{recipe.where('train.resume_from_checkpoint')}: {problem}")
 
 
@@ -359,7 +360,8 @@ def lora_rate_notes(recipe: Recipe, config: "PostTrainConfig") -> list[str]:
     if (recipe.model.lora is None and not recipe.model.adapter) or "learning_rate" in recipe.train:
         return []
     rate = config.learning_rate
-    fix = f"Adapters require about ten times as much: set train.learning_rate={10 * rate:g}"
+    adapter_rate = ADAPTER_RATE_FACTOR * rate
+    fix = f"Adapters require about {ADAPTER_RATE_FACTOR} times as much: set train.learning_rate={adapter_rate:g}"
     return [f"learning_rate {rate:g} is the default for training of all weights. {fix}"]
 
 

@@ -30,6 +30,7 @@ from ..recipe.sections import Source
 from ..recipe.yaml_tree import read_tree
 from ..rounds.config import RoundsSection
 from ..trainer.method_spec import Method
+from ..trainer.rules import ADAPTER_RATE_FACTOR
 from .recipes import find_shipped
 
 # Key -> (value, comment). The values of training options apply if the shipped recipe has none.
@@ -95,6 +96,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.rounds and (method.rows.sampled or method.second == "teacher"):
         problem = f"--rounds is not supported for {method.name}, which learns from a teacher, not from judged answers"
         parser.error(f"{problem}. Remove --rounds")
+    if arguments.columns and not (arguments.data or arguments.eval):
+        parser.error("--columns requires --data or --eval")
     if os.path.lexists(file):
         parser.error(f"-o: {file} exists. Set another file, or delete it")
     text = compose(method, arguments, file)
@@ -223,7 +226,7 @@ def _train_section(
     rate = defaults["learning_rate"]
     comment = docs["learning_rate"]
     if arguments.lora:
-        rate = rate * 10
+        rate = rate * ADAPTER_RATE_FACTOR
         comment += "; ten times that of all weights, for an adapter"
     options["learning_rate"] = (float(f"{rate:g}"), comment)
     options["max_length"] = (shipped.get("max_length", defaults["max_length"]), common["max_length"])
@@ -294,8 +297,7 @@ def inspect_data(path: str, method: Method, option: str, renamed: Mapping[str, s
     if problem := source_problem(path):
         raise InputError(f"{option}: {problem}")
     if not expand_home(path).exists():
-        source = {"path": path} | ({"columns": dict(renamed)} if renamed else {})
-        return InspectedData(source, is_plain_text=False, has_answers=True)
+        return InspectedData(_source(path, renamed), is_plain_text=False, has_answers=True)
     from ..data.formats import canonical_name, detect_format, read_label
     from ..data.prepare import drop_null_fields, null_filled_columns
     from ..data.sources import load
@@ -322,8 +324,12 @@ def inspect_data(path: str, method: Method, option: str, renamed: Mapping[str, s
         has_answers = (turns[-1].get("role") or turns[-1].get("from")) in ("assistant", "gpt")
     with suppress(InputError):  # a column of that name may have another meaning
         has_answers &= all(read_label(row["label"]) for row in rows if row.get("label") is not None)
-    source = {"path": path} | ({"columns": columns} if columns else {})
-    return InspectedData(source, any(isinstance(prompt, str) for prompt in prompts), has_answers)
+    return InspectedData(_source(path, columns), any(isinstance(prompt, str) for prompt in prompts), has_answers)
+
+
+def _source(path: str, columns: Mapping[str, str]) -> dict[str, Any]:
+    """Return a source of a recipe, with `columns` only if there are any."""
+    return {"path": path} | ({"columns": dict(columns)} if columns else {})
 
 
 def _has_template(model: str) -> bool:

@@ -252,9 +252,9 @@ def audit_datasets(
     """
     names = {key: key for key in raw} | dict(names or {})
     examples = {key: _examples(rows, method, tokenizer, config, names[key]) for key, rows in raw.items()}
-    audits = {key: _audit(rows, *examples[key], method.rows, config, names[key]) for key, rows in raw.items()}
-    for key, audit in audits.items():
-        audit.marker = _find_marker(examples[key][0], method.rows, tokenizer)
+    audits = {
+        key: _audit(rows, *examples[key], method.rows, tokenizer, config, names[key]) for key, rows in raw.items()
+    }
     reported: set[str] = set()  # template options that are not used: reported of the first data set alone
     for key, audit in audits.items():
         levels = collect_notes(raw[key], method, config, tokenizer, examples[key][0], reported)
@@ -270,7 +270,13 @@ def audit_datasets(
 
 
 def _audit(
-    raw: AnyDataset, examples: pd.DataFrame, keys: list[str], kind: RowKind, config: Any, name: str
+    raw: AnyDataset,
+    examples: pd.DataFrame,
+    keys: list[str],
+    kind: RowKind,
+    tokenizer: PreTrainedTokenizerBase,
+    config: Any,
+    name: str,
 ) -> DataAudit:
     """Return the audit of one data set.
 
@@ -279,6 +285,7 @@ def _audit(
         examples: First result of `_examples`.
         keys: Second result of `_examples`.
         kind: The kind of rows of the method.
+        tokenizer: The student's tokenizer.
         config: The method's Config.
         name: Name of the data set.
     """
@@ -303,6 +310,8 @@ def _audit(
     )
     if kind.sampled:
         audit.reserved = getattr(config, "max_completion_length", None) or 0
+    if kind.paired or kind.labeled:
+        audit.marker = _find_marker(kept, kind, tokenizer)
     if kind.paired:
         audit.identical = _tally(kept[kept.state & IDENTICAL > 0])
     if kind.labeled:
@@ -348,22 +357,19 @@ def _examples(
     return table, keys
 
 
-def _find_marker(examples: pd.DataFrame, kind: RowKind, tokenizer: PreTrainedTokenizerBase) -> str | None:
+def _find_marker(kept: pd.DataFrame, kind: RowKind, tokenizer: PreTrainedTokenizerBase) -> str | None:
     """Return a sentence about a first token of most good answers that bad ones lack, or the reverse; None without one.
 
     Args:
-        examples: First result of `_examples`.
-        kind: The kind of rows of the method.
+        kept: The rows of the first result of `_examples` that are kept.
+        kind: The kind of rows of the method, which are pairs or labeled.
         tokenizer: The student's tokenizer.
     """
-    kept = examples[examples.state & NO_TARGET == 0]
     if kind.paired:
         sides = {column.removesuffix("_ids"): kept[f"first {column}"] for column in kind.answers}
-    elif kind.labeled:
+    else:
         first = kept["first completion_ids"]
         sides = {"desirable": first[kept.label], "undesirable": first[~kept.label]}
-    else:
-        return None
     if min(map(len, sides.values())) < MARKER_ANSWERS:
         return None
     for (name, tokens), (other_name, others) in itertools.permutations(sides.items()):

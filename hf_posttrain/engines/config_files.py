@@ -129,7 +129,7 @@ def check_deepspeed_sections(config: object) -> None:
     settings, location = _read_deepspeed(config)
     for name in _DEEPSPEED_SECTIONS:
         parent, _, key = name.rpartition(".")
-        section = (settings.get(parent, {}) if parent else settings).get(key)
+        section = ((settings.get(parent) or {}) if parent else settings).get(key)
         if not isinstance(section, Mapping | None):
             example = " such as {stage: 3}" if name == "zero_optimization" else ""
             raise InputError(f"{location}: {name} must be a mapping{example}, not {short_repr(section)}")
@@ -145,6 +145,8 @@ def check_deepspeed(config: object) -> None:
         config: The path of a JSON file, or a mapping.
     """
     settings, location = _read_deepspeed(config)
+    if not settings:
+        return
     from deepspeed.runtime import constants
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 

@@ -130,10 +130,10 @@ def step_in_output_dir(trainer: TrainerInterface, resumed: str | bool | None) ->
 
 def wandb_id(checkpoint: str | bool | None) -> str | None:
     """Return the id of the W&B run that wrote a checkpoint, or None."""
-    return None if not isinstance(checkpoint, str) else _stored_launch(Path(checkpoint)).get("wandb")
+    return None if not isinstance(checkpoint, str) else stored_launch(Path(checkpoint)).get("wandb")
 
 
-def _stored_launch(checkpoint: Path) -> dict[str, Any]:
+def stored_launch(checkpoint: Path) -> dict[str, Any]:
     """Return the entry that `atomic_checkpoint` has stored in a checkpoint, empty if another package wrote it."""
     state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
     return state.get("stateful_callbacks", {}).get(LAUNCH_KEY) or {}
@@ -269,7 +269,7 @@ def resume_problems(trainer: TrainerInterface, checkpoint: Path) -> Iterator[str
     if (missing := missing_parts(checkpoint)) and "weights" not in missing:
         yield f"{this} has weights, but no {', '.join(missing)} (save_only_model). Instead, {restart}"
 
-    stored = _stored_launch(checkpoint)
+    stored = stored_launch(checkpoint)
     launch = launch_state(trainer)
     if trainer.run_description and not stored.get("run"):
         logger.info("%s does not store the settings of its run, so they are not compared with this run", checkpoint)
@@ -296,21 +296,23 @@ def resume_problems(trainer: TrainerInterface, checkpoint: Path) -> Iterator[str
     description = dict(trainer.run_description)
     if Path(trainer.scored[0].config.name_or_path or "") == checkpoint:
         description.pop("start_weights", None)  # the model was loaded from the checkpoint itself
-    difference = settings_problem(checkpoint, description, trainer.args, trainer.method)
+    difference = settings_problem(checkpoint, stored, description, trainer.args, trainer.method)
     yield from [difference] if difference else []
 
 
-def settings_problem(checkpoint: Path, description: Mapping[str, Any], args: Any, method: Method) -> str | None:
+def settings_problem(
+    checkpoint: Path, stored: Mapping[str, Any], description: Mapping[str, Any], args: Any, method: Method
+) -> str | None:
     """Return why a run does not continue the run that wrote a checkpoint, by its settings and rows, or None.
 
     Args:
         checkpoint: The folder of the checkpoint.
+        stored: `stored_launch` of the checkpoint.
         description: `run_fingerprint.describe_run` of this run, or a part of it.
         args: The Config of this run.
         method: The method of this run.
     """
-    stored = _stored_launch(checkpoint).get("run", {})
-    differences = run_fingerprint.differences(stored, description, args.resume_despite, method.groups)
+    differences = run_fingerprint.differences(stored.get("run", {}), description, args.resume_despite, method.groups)
     if not differences:
         return None
     restart = _restart_advice(checkpoint)

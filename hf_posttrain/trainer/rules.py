@@ -24,6 +24,8 @@ from .option_group import build_groups
 from .renamed_options import RENAMED
 
 SEED = Limit("must be from 0 to 4294967295", at_least=0, below=2**32)
+ADAPTER_RATE_FACTOR = 10
+"""Learning rate of an adapter divided by that of training of all weights, as a rule of thumb."""
 LIMITS = {
     "per_device_train_batch_size": COUNT,
     "per_device_eval_batch_size": COUNT,

@@ -61,7 +61,7 @@ OPTIMIZER_STATE_OPTIONS = _name_set("""
     adam_epsilon
 """)
 """Options whose value is part of the optimizer state, so that a new one would have no effect."""
-_ADAPTER_FILES = _name_set("""
+_FILE_FIELDS = _name_set("""
     base_model_name_or_path revision inference_mode peft_version auto_mapping runtime_config
 """)
 """Fields of an adapter's config that describe its files and not its weights."""
@@ -99,7 +99,7 @@ def describe_run(trainer: TrainerInterface) -> dict[str, Any]:
         "base_weights": trainer.base_key,
         "start_weights": trainer.start_key,
         "second_model": trainer.second_key,
-        "adapter": describe_adapter(policy),
+        "adapter": adapter_settings(policy),
         "train_dataset": describe_rows(trainer.train_dataset, columns),
     }
     if not isinstance(trainer.train_dataset, datasets.Dataset):
@@ -116,10 +116,10 @@ def describe_run(trainer: TrainerInterface) -> dict[str, Any]:
     return _as_json(description)
 
 
-def describe_adapter(policy: nn.Module) -> dict[str, Any]:
+def adapter_settings(policy: nn.Module) -> dict[str, Any]:
     """Return the config of the policy's adapter, as JSON values by name. Without an adapter, `peft_type` is None."""
     config = policy.peft_config[policy.active_adapter].to_dict() if isinstance(policy, peft.PeftModel) else {}
-    return _as_json({"peft_type": None} | {name: value for name, value in config.items() if name not in _ADAPTER_FILES})
+    return _as_json({"peft_type": None} | {name: value for name, value in config.items() if name not in _FILE_FIELDS})
 
 
 def _depends_on_evaluation(args: Any) -> bool:

@@ -456,7 +456,7 @@ def test_notes_about_an_earlier_run_and_the_rate_of_an_adapter(folder):
     tiny_model().save_pretrained("tiny")
     adapter = ["model.from_scratch=false", "model.lora.r=4", "data.eval=null"]
     [note] = [note for note in checked(*adapter).notes if "learning_rate" in note]
-    assert note.endswith("require about ten times as much: set train.learning_rate=0.0002")
+    assert note.endswith("require about 10 times as much: set train.learning_rate=0.0002")
     assert not any("learning_rate" in note for note in checked(*adapter, "train.learning_rate=1e-3").notes)
     assert not any("learning_rate" in note for note in checked().notes)
     assert run.main(["recipe.yaml", "model.from_scratch=false"]) == 0

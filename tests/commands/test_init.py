@@ -175,6 +175,7 @@ def test_columns_with_unknown_names_are_given_on_the_command_line():
     found = written("sft", "--model", "m", "--data", "german.jsonl", *columns)
     assert found.data.train.columns == {"prompt": "frage", "completion": "antwort"}
     assert found.train["apply_chat_template"]
+    assert "--columns requires --data or --eval" in refused("dpo", "--yes", "--columns", "prompt=frage")
 
 
 def test_rows_to_evaluate_on_are_mapped_too():

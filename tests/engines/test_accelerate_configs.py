@@ -423,6 +423,10 @@ def test_sections_of_deepspeed_that_are_no_mappings(tree, message, tmp_path):
         assert str(caught.value) == f"{location}: {message}"
 
 
+def test_empty_sections_of_deepspeed_are_let_through():
+    config_files.check_deepspeed_sections({"zero_optimization": None, "optimizer": {"params": None}, "bf16": {}})
+
+
 def test_keys_that_deepspeed_reads_are_let_through():
     pytest.importorskip("deepspeed")
     config_files.check_deepspeed({
