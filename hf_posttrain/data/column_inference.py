@@ -40,7 +40,7 @@ _FORMATS = (  # the most specific ones come first; `system` and `input` are colu
     "text",
     "prompt",
 )
-_KNOWN = {
+KNOWN_COLUMNS = {
     *_NAMES,
     *OPTIONAL_COLUMNS,
     "labels",
@@ -50,7 +50,8 @@ _KNOWN = {
     "assistant_masks",
     "kto_tag",
 }
-_KNOWN -= {"prompt_like"}
+KNOWN_COLUMNS -= {"prompt_like"}
+"""Raw columns that any method reads."""
 _WORDS = {"test", "next"}
 """English words that differ by one letter from the name of a column that is read."""
 IMAGE_COLUMNS = {"image", "images"}
@@ -181,7 +182,7 @@ def misspelling_problem(columns: Iterable[str]) -> str | None:
     """Return the problem of the first column that no method reads and whose name resembles one that is read."""
     for name in columns:
         normalized = _normalize(name)
-        if name not in _KNOWN and (similar := difflib.get_close_matches(normalized, _KNOWN, 1, 0.8)):
+        if name not in KNOWN_COLUMNS and (similar := difflib.get_close_matches(normalized, KNOWN_COLUMNS, 1, 0.8)):
             return f"no method reads a column {name!r}; did you mean {similar[0]!r}?"
     return None
 

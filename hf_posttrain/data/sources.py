@@ -11,6 +11,7 @@ import datasets
 import numpy as np
 
 from ..errors import InputError, error_context, join_names, name_hint
+from .column_inference import KNOWN_COLUMNS
 from .dataset_type import AnyDataset
 from .files import EXTENSIONS, expand_home, extension, source_problem
 from .formats import canonical_name, rename_columns
@@ -161,8 +162,9 @@ def _load_source(source: Any) -> AnyDataset:
         if theirs not in existing:
             hint = name_hint(theirs, {*existing} - {*columns.values()}, list_valid=False, in_brackets=True)
             problem = f"{source.path}: no column {theirs!r} for {ours!r}{hint}; valid: {join_names(existing)}"
-            swapped = f". Swap the two: the column of the file comes second ({theirs}: {ours})"
-            raise InputError(f"{problem}{swapped if ours in existing else ''}")
+            if ours in existing and theirs in KNOWN_COLUMNS:
+                problem += f". Swap the two: the column of the file comes second ({theirs}: {ours})"
+            raise InputError(problem)
     if replaced := [ours for ours in columns if ours in existing and ours not in columns.values()]:
         logger.info("%s: columns %s are not read, since others replace them", source.path, join_names(replaced))
         rows = rows.remove_columns(replaced)

@@ -871,6 +871,8 @@ def test_wrong_column_or_split(tmp_path):
     message = r"no column 'qestion' for 'prompt' \(did you mean 'question'\?\); valid: question, answer"
     with pytest.raises(InputError, match=message):
         load(source(path, columns={"prompt": "qestion"}))
+    with pytest.raises(InputError, match=r"valid: question, answer\. Swap the two.*\(prompt: question\)$"):
+        load(source(path, columns={"question": "prompt"}))
     with pytest.raises(InputError, match=r"no column 'questions' for 'completion'; valid: question, answer"):
         load(source(path, columns={"prompt": "question", "completion": "questions"}))
     with pytest.raises(InputError, match="Unknown split"):
