@@ -226,7 +226,7 @@ class Run:
             phases["generation"]["activations"] = self.generation(sum(phases["generation"].values()))
 
         totals = {name: sum(parts.values()) - parts["host"] for name, parts in phases.items()}
-        largest = max(totals, key=lambda name: totals[name])
+        largest = max(totals, key=totals.__getitem__)
         return MemoryEstimate(
             engine=str(engine),
             phase=largest,

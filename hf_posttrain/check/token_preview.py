@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import compress, groupby
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import datasets
@@ -165,7 +166,7 @@ class TokenAudit:
                 limit = f"at most {one_to_one}, depending on the probabilities of both models"
                 yield f"compared in full: {limit} (--probe measures it)"
         if self.sees:
-            sizes = sorted(self.pictures, key=lambda size: size[2])
+            sizes = sorted(self.pictures, key=itemgetter(2))
             summary = "none in the audited examples"
             if sizes:
                 (w, h, fewest) = sizes[0]

@@ -6,6 +6,7 @@ The file is read as a stream. Heavy imports are deferred, so that --help is quic
 import argparse
 import itertools
 import json
+import operator
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -280,7 +281,7 @@ def _first_example(
         pieces = [*prompt, Piece("completion", False, "(sampled by the student)", 0)]
     marking = f"{'trained tokens' if tokenizer else 'trained text'} {'green' if color else 'in [[brackets]]'}"
     lines = [f"first example ({name}), {marking}:"]
-    for role, runs in itertools.groupby(pieces, lambda piece: piece.role):
+    for role, runs in itertools.groupby(pieces, operator.attrgetter("role")):
         lines += [f"  {role}:", *(f"    {line}" for line in mark_trained(runs, color).split("\n"))]
     if not method.rows.sampled and not any(piece.role != "prompt" for piece in pieces):
         lines.append("  (the answer is empty. Such rows are dropped)")

@@ -436,7 +436,7 @@ def run_in_batches(
     """
     from ..monitoring.progress import TaskProgress
 
-    order = sorted(range(len(lengths)), key=lambda n: -lengths[n])
+    order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
     stored = stored or ResumableBatches(None, {})
     with TaskProgress(len(lengths), title, "row") as progress:
         for first in range(0, len(order), batch_size):

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from difflib import SequenceMatcher
 from functools import cached_property
 from itertools import accumulate, count, pairwise
+from operator import itemgetter
 
 from transformers import PreTrainedTokenizerBase
 
@@ -340,7 +341,7 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> dict[int, bytes]:
     byte_of = {character: byte for byte, character in enumerate(_byte_characters())}
     text_tokens = {}
     byte_tokens = {}
-    for token, number in sorted(tokenizer.get_vocab().items(), key=lambda pair: pair[1]):
+    for token, number in sorted(tokenizer.get_vocab().items(), key=itemgetter(1)):
         if number in special:
             continue
         if token in added or not is_byte_level:

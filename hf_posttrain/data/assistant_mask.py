@@ -8,6 +8,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from itertools import accumulate, groupby
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from ..errors import InputError, short_repr
@@ -199,7 +200,7 @@ class _RenderedConversation(NamedTuple):
 
     def token_at(self, position: int) -> int:
         """Return the first token that begins at this character or after it."""
-        return bisect_left(self.offsets, position, key=lambda offset: offset[0])
+        return bisect_left(self.offsets, position, key=itemgetter(0))
 
     def header_of(self, n: int) -> int:
         """Return the character where the text before message n ends and the prompt of its turn begins."""
@@ -285,7 +286,7 @@ class _RenderedConversation(NamedTuple):
         with suppress(InputError):  # a template may reject a call that has no answer
             prefix = self.template.render([*self.messages[:n], turn])
         size = chat.common_prefix_length(prefix, self.full)
-        stop = bisect_right(self.offsets, size, key=lambda offset: offset[1])
+        stop = bisect_right(self.offsets, size, key=itemgetter(1))
         rest = prefix[self.offsets[stop][0] :].strip() if stop < len(self.ids) else ""
         special = chat.special_ids(self.template.tokenizer)
         if stop < next_token or not {*chat.plain_ids(self.template.tokenizer, [rest])[0]} <= special:

@@ -97,9 +97,10 @@ def generate(
     # image tokens in an answer would have no image
     excluded_ids = () if vision_inputs is None else tuple(vision_inputs.reader.token_ids)
     sampler = TokenSampler(temperature, min(vocabulary or vocab_size, vocab_size), excluded_ids)
-    order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
+    lengths = [*map(len, prompts)]
+    order = sorted(range(len(prompts)), key=lengths.__getitem__, reverse=True)
     completions: list[list[int]] = [[] for _ in prompts]
-    longest = max(map(len, prompts), default=0) + max_new_tokens
+    longest = max(lengths, default=0) + max_new_tokens
     backend, checked_length = getattr(inner, "generation_backend", ("", 0))
 
     def generate_greedily(backend: str, prompts: list[list[int]]) -> list[list[int]]:

@@ -157,7 +157,7 @@ def score_rows(
     """
     accelerator = trainer.accelerator
     lengths = [sum(len(v) for v in row.values() if isinstance(v, list)) for row in rows]
-    order = sorted(range(len(rows)), key=lambda i: -lengths[i])
+    order = sorted(range(len(rows)), key=lengths.__getitem__, reverse=True)
     parts = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
     local_scores: dict[int, Any] = {}
     world = accelerator.num_processes

@@ -141,9 +141,11 @@ def join_key(key: str, name: object) -> str:
     return f"{key}.{name}" if key else str(name)
 
 
-def build_kwargs(
-    fields: Fields, values: Any, key: str, where: Where, key_hint: KeyHint = lambda key: None
-) -> dict[str, Any]:
+def _no_hint(_: str) -> None:
+    """Return no hint for a key that does not exist."""
+
+
+def build_kwargs(fields: Fields, values: Any, key: str, where: Where, key_hint: KeyHint = _no_hint) -> dict[str, Any]:
     """Validate a mapping, and convert its values to the types of the fields.
 
     Args:

@@ -162,7 +162,7 @@ class VLLMSampler:
         size = min(trainer.vocabulary, inner.config.get_text_config().vocab_size)
         prompts = [[token % size for token in next_ids(PROBE_TOKENS)] for _ in range(PROBE_PROMPTS)]
         with rollout.preserve_rng(trainer.accelerator.device):  # an engine in this process may use the generator
-            groups = self._sample_on_all_ranks(lambda: self._sample(prompts, 1, [*range(PROBE_PROMPTS)], PROBE_TOKENS))
+            groups = self._sample_on_all_ranks(partial(self._sample, prompts, 1, [*range(PROBE_PROMPTS)], PROBE_TOKENS))
         ids, logps = zip(*(group[0] for group in groups), strict=True)
 
         examples = [Example(prompt, [Branch(answer)]) for prompt, answer in zip(prompts, ids, strict=True)]

@@ -4,6 +4,7 @@ import json
 import logging
 import math
 from collections.abc import Iterator
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -88,7 +89,7 @@ def log_round(
 
 def _warn_if_scores_fell(entry: dict[str, Any], earlier: list[dict[str, Any]]) -> None:
     """Warn if the mean score is below that of an earlier round by more than four standard errors of the difference."""
-    best = max(earlier, key=lambda past: past["score"], default=None)
+    best = max(earlier, key=itemgetter("score"), default=None)
     if not best or "score_error" not in entry:
         return
     difference = best["score"] - entry["score"]

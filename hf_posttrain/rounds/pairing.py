@@ -85,7 +85,7 @@ def _select_rows(
     if not first:
         return [], EMPTY if scored else UNJUDGED
     known = {number: scored[number] for number in sorted(first.values())}
-    order = sorted(known, key=lambda number: -known[number])  # best first
+    order = sorted(known, key=known.__getitem__, reverse=True)  # best first
     eligible = [number for number in order if pair.unfinished or stopped[number]]  # may be good ones
     return _RULES[kind.paired, kind.labeled](order, eligible, known, pair, threshold)
 

@@ -36,6 +36,11 @@ def score_tokens_checkpointed(
     return values, {name: torch.cat([run.stats[name] for run in runs]) for name in runs[0].stats}
 
 
+def _unchanged(tensor: Tensor) -> Tensor:
+    """Return the tensor."""
+    return tensor
+
+
 @dataclass
 class _TileRun:
     """One tile, which its checkpoint computes in the forward and again in the backward."""
@@ -56,7 +61,7 @@ class _TileValue(torch.autograd.Function):
         need_grad = ctx.needs_input_grad[0] and run.count > 1
         # The checkpoint must not count the tensors that a tile function with its own autograd saves, because they are
         # saved only with gradient.
-        own_tensors = saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+        own_tensors = saved_tensors_hooks(_unchanged, _unchanged)
         with torch.autocast(logits.device.type, enabled=False), own_tensors:
             # tile functions overwrite their input, and autograd may have saved the logits
             result = run.tile(logits.clone(), run.rows, need_grad, torch.empty_like(logits))

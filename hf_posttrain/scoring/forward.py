@@ -42,7 +42,8 @@ class LMHead:
     def from_model(cls, model: PreTrainedModel) -> "LMHead":
         """Return the head of a causal LM."""
         if getattr(model, USES_OWN_LOGITS, False):
-            return cls(nn.Identity(), lambda logits: logits, LogitTransform())
+            identity = nn.Identity()
+            return cls(identity, identity.forward, LogitTransform())
         module = model.get_output_embeddings()
         return cls(module, module.forward, LogitTransform.from_config(model.config.get_text_config()))
 
@@ -165,7 +166,7 @@ def _scoring_forward(model_class: type[PreTrainedModel]) -> Callable[..., Any]:
         outputs = backbone(*args, **{name: value for name, value in kwargs.items() if value is not None})
         hidden = outputs.last_hidden_state + zero_with_grad(features) if blank_image else outputs.last_hidden_state
         # the head module is called so that ZeRO-3's hooks gather its weights; the scorer runs inside this call
-        with _replaced_forward(head.module, lambda hidden: scorer(head, hidden)):
+        with _replaced_forward(head.module, functools.partial(scorer, head)):
             scores = head.module(hidden)
         router_logits = getattr(outputs, "router_logits", None)
         return scores if router_logits is None else scores | {"router_logits": router_logits}

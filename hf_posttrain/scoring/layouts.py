@@ -18,6 +18,7 @@ Legend: B examples, K branches of each, R rows, L row length, N scored tokens.
 import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 from typing import Any, ClassVar
 
@@ -145,7 +146,7 @@ class Document:
     targets: np.ndarray  # token that a position predicts if it is trained, else IGNORE
     weights: np.ndarray  # number of branches that share the token: `router_weights`, which are 0 on padding
     owners: np.ndarray  # for each scored position, in order, the number of its branch, counted over all examples
-    rope: np.ndarray = field(default_factory=lambda: np.empty((0, 3)))  # three positions of each token, for M-RoPE
+    rope: np.ndarray = field(default_factory=partial(np.empty, (0, 3)))  # three positions of each token, for M-RoPE
     images: Sequence[Any] = ()
 
 
@@ -309,7 +310,7 @@ def balance_groups(costs: Sequence[int], sizes: Sequence[int]) -> list[list[int]
     """
     groups: list[list[int]] = [[] for _ in sizes]
     open_groups = [(0, group) for group, size in enumerate(sizes) if size]  # a heap
-    for item in sorted(range(len(costs)), key=lambda i: -costs[i]):
+    for item in sorted(range(len(costs)), key=costs.__getitem__, reverse=True):
         cost, group = open_groups[0]
         groups[group].append(item)
         if len(groups[group]) < sizes[group]:

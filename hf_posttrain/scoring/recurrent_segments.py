@@ -127,7 +127,7 @@ class SegmentTables:
 def _group_by_length(segments: list[int], lengths: Sequence[int]) -> list[list[int]]:
     """Group segments so that the shortest has at least half the length of the longest, or of MIN_GROUP_LENGTH."""
     groups: list[list[int]] = []
-    for n in sorted(segments, key=lambda n: -lengths[n]):
+    for n in sorted(segments, key=lengths.__getitem__, reverse=True):
         if groups and 2 * max(lengths[n], MIN_GROUP_LENGTH) >= lengths[groups[-1][0]]:
             groups[-1].append(n)
         else:
