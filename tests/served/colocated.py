@@ -12,6 +12,8 @@ import sys
 os.environ |= {
     "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1",
     "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
+    "PYTHONPATH": sys.argv[1],  # vLLM inspects the class of a model in another process
+    "VLLM_CACHE_ROOT": f"{sys.argv[2]}/cache",  # it would find the class in a cache that a server has written
 }  # fmt: skip
 sys.path += [f"{os.path.dirname(os.path.dirname(os.path.abspath(__file__)))}/support", sys.argv[1]]
 

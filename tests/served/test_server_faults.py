@@ -141,7 +141,7 @@ def test_a_server_without_development_mode_or_runtime_loras_is_refused(home, tmp
         student, options = served_model("llama"), OPTIONS | {"sampler": sampler_of(server)}
         trainer = trainer_for("opd", student, token_rows("opd", 8), tmp_path, second=served_model(seed=9),
                               peft_config=peft.LoraConfig(**LORA), **options)  # fmt: skip
-        with pytest.raises(InputError, match=r"answered 404 .*: start the server with --enable-lora and VLLM_ALLOW"):
+        with pytest.raises(InputError, match=r"answered 404 .*\. Start the server with --enable-lora and VLLM_ALLOW"):
             trainer.train()
     # a teacher needs none of it; with --enable-lora vLLM 0.32 on CPU ends at the first scores
     with serving(home / "plain", *EXACT, **bare) as server:
@@ -166,6 +166,6 @@ def test_little_memory_for_keys_makes_requests_wait_and_no_more(home, tmp_path, 
             opd(server, tmp_path, max_length=65)
         section = TeacherSection(url=server.url, name_or_path=str(home / "narrow"))
         rows = [{"prompt_ids": [1] * 60, "completion_ids": []}]
-        with pytest.raises(InputError, match=r"rows have up to 68 tokens, and http.*-len of 64: start it with 69, or"):
+        with pytest.raises(InputError, match=r"rows have up to 68 tokens, and http.*-len of 64\. Start it with 69, or"):
             trainer_for("opd", served_model(), rows, tmp_path, second=section, loss_type="policy_gradient",
                         max_completion_length=8, max_length=100)  # fmt: skip
