@@ -27,6 +27,7 @@ from hf_posttrain.methods import METHODS
 from hf_posttrain.recipe import build
 from hf_posttrain.recipe.fields import train_fields
 from hf_posttrain.recipe.read import load_recipe
+from hf_posttrain.trainer import rules
 from hf_posttrain.trainer.checkpoint import find_checkpoint
 
 REPOSITORY = Path(__file__).parents[1]
@@ -98,6 +99,15 @@ def error_line(capsys, *arguments):
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1
     return lines[0]
+
+
+def test_a_run_validates_its_options_once(folder, monkeypatch):
+    """From the recipe to the end of training: the trainer does not repeat what the recipe has checked."""
+    calls = []
+    check = rules.value_problems
+    monkeypatch.setattr(rules, "value_problems", lambda values: [*check(values), calls.append(1)][:-1])
+    assert run.main(["sft.yaml"]) == 0
+    assert len(calls) == 1
 
 
 @pytest.mark.parametrize(

@@ -167,6 +167,8 @@ def check(
     # the sampler is planned on any machine
     if "sampler" in recipe.train:
         config.sampler = SAMPLERS.build("sampler", recipe.train["sampler"])  # type: ignore[attr-defined]
+    if recipe.rounds:
+        config.rounds = recipe.rounds  # type: ignore[attr-defined]
     from ..data.lengths import warn_if_too_long
     from ..data.prepare import notes_logger
     from ..models.adapters import describe_adapter
@@ -321,7 +323,7 @@ def check_resumption(
         return
     description = describe_options(config, trainer_class.method)
     if not on_hardware:
-        omitted = (*build.HARDWARE_OPTIONS, "bf16", "fp16")
+        omitted = (*(name for name in build.HARDWARE_OPTIONS if name != "sampler"), "bf16", "fp16")
         description = {name: value for name, value in description.items() if not name.startswith(omitted)}
     description["adapter"] = adapter_settings(policy)
     description["train_dataset"] = describe_rows(rows, trainer_class.data_method.rows.columns)

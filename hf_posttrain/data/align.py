@@ -64,12 +64,6 @@ class Alignment:
         }
         return [one_to_one.get(chunk, -1) for chunk in self.chunks]
 
-    @property
-    def settled(self) -> list[bool]:
-        """Whether no token of the teacher's tokenizer alone could span the beginning of each chunk."""
-        first = {chunk: position for position, chunk in reversed([*enumerate(self.teacher_chunks)])}
-        return [first[chunk] == 0 or not self.longer[first[chunk] - 1] for chunk in range(self.count)]
-
 
 def _tokens_by_chunk(chunks: Sequence[int]) -> dict[int, list[int]]:
     positions: dict[int, list[int]] = {}

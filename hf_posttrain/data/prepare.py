@@ -96,7 +96,7 @@ def prepare(
     )
     if is_typed and required <= {*kinds} <= required | ADDED_COLUMNS:
         _check_length(dataset, method.rows, config, name)
-        return dataset
+        return _with_unique_numbers(dataset)
 
     mapped = tokenize_dataset(dataset, method, tokenizer, config, name)
     columns = [*method.rows.columns, *extra_columns]
@@ -146,6 +146,13 @@ def prepare(
         )
     kept = mapped.select(np.flatnonzero(~lost)) if lost.any() else mapped
     return kept.select_columns(columns).add_column("index", np.arange(len(kept)))
+
+
+def _with_unique_numbers(rows: AnyDataset) -> AnyDataset:
+    """Return prepared rows with new numbers if two rows have the same, as in a concatenation of prepared data sets."""
+    if not isinstance(rows, datasets.Dataset) or len(np.unique(rows["index"])) == len(rows):
+        return rows
+    return rows.remove_columns("index").add_column("index", np.arange(len(rows)))
 
 
 def _limit(rows: RowKind, config: object) -> str:

@@ -40,7 +40,11 @@ def check_teacher(
         for _, problem in (*teacher_section_problems(key, section), *teacher_problems(args, section, args.method)):
             raise InputError(problem)
         for option, value in (("prompt", section.prompt), ("tokenizer", section.own_tokenizer or None)):
-            if value is not None and by_teacher(getattr(args.teacher, option)).get(name) is None:
+            expected = by_teacher(getattr(args.teacher, option)).get(name)
+            if value is not None and expected is None:
                 problem = "rows are prepared before the teacher is known"
                 raise InputError(f"{key}: {problem}. Set {option} in the option teacher of the Config too")
+            if option == "prompt" and value not in (None, expected):
+                problem = f"{key}: prompt is {value!r}, and teacher.prompt of the Config is {expected!r}"
+                raise InputError(f"{problem}. Use the same template in both")
     return teacher

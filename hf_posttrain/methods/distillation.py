@@ -12,6 +12,7 @@ from ..options import option
 from ..scoring.head import TileFunction
 from ..scoring.teacher_tiles import TeacherLogits
 from ..teachers.cross_tokenizer import alignment_metrics
+from ..teachers.eos import MergedEOS
 from ..teachers.factory import TeacherLike, build_teacher
 from ..teachers.inputs import DistillationBatch, DistillationCollator
 from ..teachers.options import TeacherOptions
@@ -128,7 +129,7 @@ class DistillationTrainer(PostTrainer):
         setup = build_teacher(self, teacher_model, teacher_offload, self.args.teacher.merge_eos)
         self.teacher = setup.teacher
         self.vocabulary = setup.vocabulary
-        self.eos = setup.eos
+        self.eos_ids = setup.eos.ids
         self.teacher_ends = setup.terminal_ids
         self.data_collator.teacher_inputs = setup.inputs
         # The callback is the teacher itself, or else its model, as with a teacher that has another tokenizer.
@@ -141,6 +142,11 @@ class DistillationTrainer(PostTrainer):
         if setup.average is not None:
             self.add_callback(setup.average)
             self.stateful["teacher_average"] = setup.average
+
+    @property
+    def eos(self) -> MergedEOS:
+        """Merged EOS ids, at the current temperature."""
+        return MergedEOS(self.eos_ids, self.args.temperature)
 
     def request(self, kind: Literal["dense", "sampled"], top_k: int | None) -> Request:
         """Return the request of a loss to the teacher, which with `top_k` is about its most likely tokens only."""

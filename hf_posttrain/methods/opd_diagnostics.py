@@ -211,9 +211,12 @@ def rollout_advice(averages: dict[str, float], rollouts: str) -> str | None:
 
 
 def is_logged_step(state: TrainerState, args: TrainingArguments) -> bool:
-    """Return whether logging_steps or logging_first_step selects the current step."""
-    first = args.logging_first_step and state.global_step == 0
-    return first or (state.global_step + 1) % max(int(state.logging_steps), 1) == 0
+    """Return whether the metrics of the current step are logged. With logging_strategy epoch those of all steps are."""
+    if args.logging_strategy == "steps":
+        is_due = (state.global_step + 1) % max(int(state.logging_steps), 1) == 0
+    else:
+        is_due = args.logging_strategy == "epoch"
+    return is_due or (args.logging_first_step and state.global_step == 0)
 
 
 class DiagnosticsBuilder:
@@ -255,9 +258,7 @@ class DiagnosticsBuilder:
 
     def log_advice(self, metrics: dict[str, float]) -> None:
         """Log the recommendation for `rollouts`, in the first log of a run."""
-        args = self.trainer.args
-        state = self.trainer.state
-        first_log = 1 if args.logging_first_step else max(int(state.logging_steps), 1)
-        text = rollout_advice(metrics, args.rollouts.kind) if state.global_step == first_log else None
+        is_first = not any("loss" in log for log in self.trainer.state.log_history)
+        text = rollout_advice(metrics, self.trainer.args.rollouts.kind) if is_first else None
         if text:
             logger.info("%s", text)

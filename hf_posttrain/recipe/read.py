@@ -3,6 +3,7 @@
 Every mistake raises an InputError that starts with its location, such as "recipes/kto.yaml:12: " or "command line: ".
 """
 
+import difflib
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -20,6 +21,7 @@ from ..rounds.judges.config import MODEL_JUDGES
 from ..teachers.options import COMPARISON_OPTIONS, TEACHER
 from ..trainer.limits import Problem
 from ..trainer.method_spec import Method
+from ..trainer.option_group import OptionGroup
 from ..trainer.renamed_options import RENAMED, rename_options, warn_about_old_names
 from ..trainer.rules import drop_trl_defaults, replacement_hint
 from . import rules
@@ -158,6 +160,15 @@ def _move_comparison_options(tree: dict[Any, Any], locations: dict[str, str]) ->
     if not isinstance(section, dict) or not isinstance(train, dict):
         return tree
     moved_options = {option: section[option] for option in COMPARISON_OPTIONS if option in section}
+    if "teacher" in train and train["teacher"] is None and locations.get("train.teacher") == "command line":
+        # null on the command line resets the options of the file
+        section = {
+            option: value
+            for option, value in section.items()
+            if option not in moved_options or locations.get(f"teacher.{option}") == "command line"
+        }
+        tree = tree | {"teacher": section}
+        moved_options = {option: value for option, value in moved_options.items() if option in section}
     options = TEACHER.as_mapping(train.get("teacher"))
     if not moved_options or options is None:
         return tree
@@ -175,6 +186,27 @@ def _move_comparison_options(tree: dict[Any, Any], locations: dict[str, str]) ->
     return tree | {"teacher": remaining, "train": train | {"teacher": options}}
 
 
+def _without_overridden_names(
+    options: dict[Any, Any], section: str, groups: Mapping[str, OptionGroup], locations: dict[str, str]
+) -> dict[Any, Any]:
+    """Return the options of a section without those of the file that the command line sets under their other name."""
+    for old, new in RENAMED.items():
+        key, _, option = new.partition(".")
+        group = groups.get(key)
+        values = group.as_mapping(options.get(key)) if group else {"": options.get(key)}
+        if old not in options or not values or values.get(option) is None:
+            continue
+        old_overrides, new_overrides = (
+            location_of(locations, f"{section}.{name}") == "command line" for name in (old, new)
+        )
+        if new_overrides and not old_overrides:
+            options = {name: value for name, value in options.items() if name != old}
+        elif old_overrides and not new_overrides:
+            rest = {name: value for name, value in values.items() if name != option}
+            options = options | ({key: rest} if group else {key: None})
+    return options
+
+
 def _rename_old_options(tree: dict[Any, Any], locations: dict[str, str]) -> dict[Any, Any]:
     """Give options their new names, which get the locations of the old ones."""
     method = _method_spec(tree.get("method"))
@@ -186,7 +218,8 @@ def _rename_old_options(tree: dict[Any, Any], locations: dict[str, str]) -> dict
         if not isinstance(tree.get(section), dict):
             continue
         location = partial(_error_prefix, locations, section)
-        values, renamed = rename_options(tree[section], groups, known, location)
+        options = _without_overridden_names(tree[section], section, groups, locations)
+        values, renamed = rename_options(options, groups, known, location)
         tree = tree | {section: values}
         for old, options in renamed.items():
             for new in options:
@@ -224,8 +257,7 @@ def train_config(recipe: Recipe, config_class: "type[PostTrainConfig]") -> "Post
     try:
         # `load_recipe` has applied the rules, unless the section has changed since
         unchanged = recipe.validated_train == add_teacher_options(recipe, dict(recipe.train))
-        is_checked = unchanged and hasattr(config_class, "from_checked")
-        return config_class.from_checked(**values) if is_checked else config_class(**values)
+        return config_class.from_checked(**values) if unchanged else config_class(**values)
     except LaunchError:
         raise
     except expected_errors as error:
@@ -300,6 +332,8 @@ def _suggest_key(method: object, key: str) -> str | None:
     """
     section, _, name = re.sub(r"\.\d+\.", ".", key).rpartition(".")
     spec = _method_spec(method)
+    if section.startswith("teacher") and (similar := difflib.get_close_matches(name, COMPARISON_OPTIONS, 1)):
+        return f"use {'teacher' if section == 'teacher' else 'train.teacher'}.{similar[0]}"
     if section == "train" and (hint := _suggest_renamed_option(method, name)):
         return hint
     if known_key := _FOREIGN_NAMES.get(f"{section}.{name}") or _FOREIGN_NAMES.get(name):
@@ -319,7 +353,9 @@ def _suggest_renamed_option(method: object, name: str) -> str | None:
     if group and (methods := methods_with_option(group)):
         if problem := _method_problem(method):
             return f"its name is now {RENAMED[name]}, and {problem}. Set method to {' or '.join(methods)}"
-        return f"its name is now {RENAMED[name]}, which method {method} does not have, only {' and '.join(methods)}"
+        fix = "Remove it" + (", or use rounds.sampler for rounds" if group == "sampler" else "")
+        only = " and ".join(methods)
+        return f"its name is now {RENAMED[name]}, which method {method} does not have, only {only}. {fix}"
     spec = _method_spec(method)
     return replacement_hint(name, "recipe", spec.config_name if spec else "")
 

@@ -11,7 +11,6 @@ class Completion:
 
     ids: list[int]  # up to and including the first terminal id
     logps: list[float] | None = None  # of `ids`, under the distribution they were sampled from; None: not reported
-    finished: bool = True  # whether it ends with a terminal id
 
 
 @dataclass(frozen=True)
@@ -51,8 +50,3 @@ class Sampler(Protocol):
                 which the caller has seeded with them.
         """
         ...
-
-
-def is_finished(ids: Sequence[int], terminal_ids: Sequence[int]) -> bool:
-    """Return whether a completion ends with a terminal id."""
-    return bool(ids) and ids[-1] in terminal_ids

@@ -86,7 +86,7 @@ class Frozen(OnPolicy):
             args.seed,
             trainer.terminal_ids,
             trainer.vocabulary,
-            args.sampler.kind,
+            args.sampler.fingerprint(),
             args.bf16,
             args.fp16,
         ]

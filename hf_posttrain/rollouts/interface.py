@@ -27,8 +27,12 @@ class OnPolicyInterface(SamplingInterface):
     """A trainer that scores its rollouts with a teacher."""
 
     teacher: Teacher | None
-    eos: MergedEOS
     rollouts: "RolloutBuilder"
+
+    @property
+    def eos(self) -> MergedEOS:
+        """Merged EOS ids of student and teacher."""
+        raise NotImplementedError
 
     def request(self, kind: Literal["dense", "sampled"], top_k: int | None) -> Request:
         """Return the request for the teacher's signal that the loss requires."""

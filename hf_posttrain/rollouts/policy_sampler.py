@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from .completion import Completion, is_finished
+from .completion import Completion
 
 if TYPE_CHECKING:
     from .interface import SamplingInterface
@@ -38,7 +38,7 @@ class PolicySampler:
             temperature=options.temperature or None,
             batch_size=options.sampler.batch_size,
         )
-        completions = [Completion(ids, finished=is_finished(ids, trainer.terminal_ids)) for ids in sampled]
+        completions = [*map(Completion, sampled)]
         return [completions[start : start + n] for start in range(0, len(completions), n)]
 
 

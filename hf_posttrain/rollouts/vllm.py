@@ -35,7 +35,7 @@ from ..scoring import forward as scoring
 from ..scoring.head import LogProb
 from ..scoring.layouts import Branch, Example
 from ..scoring.parity_check import example_ids
-from .completion import Completion, is_finished
+from .completion import Completion
 from .interface import SamplingInterface
 from .options import VLLMColocateOptions
 from .weight_sync import WeightTransform, gather_weights_on_first_rank, scramble_adapter_weight
@@ -204,8 +204,7 @@ class VLLMSampler:
             raise RuntimeError("vLLM returned an empty rollout. See its log")
         if rollouts and max(map(max, rollouts)) >= self.trainer.vocabulary:
             raise RuntimeError("vLLM sampled an id of the vocabulary's padding. Set sampler: policy")
-        ends = self.trainer.terminal_ids
-        return [[Completion(ids, logps, is_finished(ids, ends)) for ids, logps in group] for group in groups]
+        return [[Completion(ids, logps) for ids, logps in group] for group in groups]
 
     def _sample_on_all_ranks(self, sample: Callable[[], list[list[SampledTokens]]]) -> list[list[SampledTokens]]:
         """Return the result of `sample`. All ranks call it."""

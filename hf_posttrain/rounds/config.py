@@ -92,7 +92,7 @@ class RoundsSection:
     def fingerprint(self) -> dict[str, Any]:
         """Return the options that the trained weights depend on."""
         options = {name: value for name, value in dataclasses.asdict(self).items() if name != "sampler"}
-        options["sampler"] = self.sampler.fingerprint()["kind"]
+        options["sampler"] = self.sampler.fingerprint()
         options["judge"] = self.judge.fingerprint()
         return options
 

@@ -96,7 +96,7 @@ class CrossTokenizerTeacher:
         self.teacher = teacher
         self.aligner = aligner
         self.ids, self.teacher_ids = (torch.tensor(side, device=device) for side in zip(*pairs, strict=True))
-        self.teacher_eos = MergedEOS(torch.tensor(ends, device=device), eos.temperature)
+        self.teacher_ends = torch.tensor(ends, device=device)
         self.teacher_only = torch.tensor(aligner.teacher_only, dtype=torch.long, device=device)
 
     @property
@@ -115,14 +115,15 @@ class CrossTokenizerTeacher:
         assert isinstance(inputs, TeacherBatch)
         shared = inputs, self.ids, self.teacher_ids
         if isinstance(self.teacher, ServedTeacher):
-            return Chunked(*shared, self.teacher.target_logps(batch, self.teacher_eos.ids.tolist()))
+            return Chunked(*shared, self.teacher.target_logps(batch, self.teacher_ends.tolist()))
 
-        tokens = self.teacher_eos.merge_ids(inputs.targets)
+        teacher_eos = MergedEOS(self.teacher_ends, request.temperature)
+        tokens = teacher_eos.merge_ids(inputs.targets)
         if request.kind == "sampled":
-            tile = self.teacher_eos.wrap(LogProb(tokens, request.temperature))
+            tile = teacher_eos.wrap(LogProb(tokens, request.temperature))
             return Chunked(*shared, self.teacher.score(inputs, tile).value.float())
 
-        states = self.teacher.states(inputs, self.teacher_eos)
+        states = self.teacher.states(inputs, teacher_eos)
         target_parts = []
         longer_parts = []
         for rows, logps in states.tiles(request.temperature):

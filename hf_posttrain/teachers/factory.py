@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -90,12 +90,17 @@ def build_teacher(
         )
     models_by_name = by_teacher(teacher_model)
     offloaded = offload if isinstance(offload, Mapping) else dict.fromkeys(models_by_name, offload)
+    if unknown := [name for name in offloaded if name not in models_by_name]:
+        problem = f"teacher_offload has the name {unknown[0]!r}, and teacher_model has {', '.join(models_by_name)}"
+        raise InputError(f"{problem}. Use the same names in both")
 
     teachers: dict[str, Any] = {}
     for name, model in models_by_name.items():
         builders = [
             build for key, build in BUILDERS.items() if isinstance(model, TeacherSection) and getattr(model, key)
         ]
+        if offloaded.get(name):
+            model = _with_offload(model)
         if not isinstance(model, nn.Module) and hasattr(model, "signal"):
             teachers[name] = model
         elif not isinstance(model, nn.Module | type) and callable(model):
@@ -126,6 +131,15 @@ def build_teacher(
     if len(averages) > 1:
         raise InputError("only one of several teachers can have self: ema. Use self: start in the others")
     return TeacherSetup(teacher, vocabulary, terminal_ids, eos, models, inputs, *averages)
+
+
+def _with_offload(source: TeacherLike) -> TeacherLike:
+    """Return a teacher that is on the CPU between uses. Raise InputError if it is not a model in memory."""
+    if isinstance(source, TeacherSection) and not source.url:
+        return replace(source, offload=True)
+    if isinstance(source, nn.Module | str):
+        return source
+    raise InputError("teacher_offload is only valid with a teacher in memory. Remove it")
 
 
 def _merged_eos(trainer: TrainerInterface, teacher: Any, vocabulary: int, merge: bool) -> tuple[list[int], MergedEOS]:

@@ -1,5 +1,6 @@
 """PostTrainConfig, the options of all methods on top of `transformers.TrainingArguments`."""
 
+import copy
 import inspect
 import logging
 import numbers
@@ -265,10 +266,15 @@ class PostTrainConfig(TrainingArguments, metaclass=ConfigMeta):
 
     def snapshot_options(self) -> None:
         """Store the current options, with which `check_changes` compares later ones."""
-        self._snapshot = {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        self._snapshot = self._public_values()
+
+    def _public_values(self) -> dict[str, Any]:
+        """Return the current values by name, with copies of mappings and lists."""
+        values = {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        return {name: copy.copy(value) if isinstance(value, dict | list) else value for name, value in values.items()}
 
     def check_changes(self) -> None:
-        """Check the options that were assigned after this Config was built.
+        """Check the options that were assigned after this Config was built. Without changes, nothing is checked again.
 
         If one of the two names of activation checkpointing was assigned, the other name gets the same value.
 
@@ -293,8 +299,9 @@ class PostTrainConfig(TrainingArguments, metaclass=ConfigMeta):
             if getattr(self, name) != snapshot[name]:
                 problem = f"args.{name} was changed to {getattr(self, name)!r} after {class_name} was built"
                 raise InputError(f"{problem}, and the new value has no effect. Pass it to {class_name}")
-        self._validate()
-        self.snapshot_options()
+        if self._public_values() != snapshot:
+            self._validate()
+            self.snapshot_options()
 
     @classmethod
     def from_checked(cls, **options: Any) -> Self:

@@ -187,8 +187,8 @@ def differences(
 def _with_groups(then: Mapping[str, Any], groups: Mapping[str, OptionGroup]) -> Mapping[str, Any]:
     """Return the description of a run with its options in groups. The last release stored each option separately."""
     rounds = then.get("rounds")
-    if isinstance(rounds, dict) and "rollout" in rounds:
-        sampler = {"transformers": "policy"}.get(rounds["rollout"], rounds["rollout"])
+    if isinstance(rounds, dict) and isinstance(kind := rounds.get("sampler", rounds.get("rollout")), str):
+        sampler = {"kind": "vllm", "prefetch": False} if kind == "vllm" else {"kind": "policy"}
         rounds = {key: value for key, value in rounds.items() if key != "rollout"} | {"sampler": sampler}
         then = {**then, "rounds": rounds}
     if not groups or not RENAMED.keys() & then.keys():

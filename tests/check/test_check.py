@@ -439,6 +439,32 @@ def test_a_check_rejects_a_resumption_that_the_run_rejects(folder, method):
     assert "resume_from_checkpoint" not in (folder / "out" / "recipe.yaml").read_text()
 
 
+@pytest.mark.slow
+def test_a_check_compares_the_sampler_of_a_resumption(folder, monkeypatch):
+    """On a machine without GPU as well, of OPD and of rounds."""
+    write_rows(folder / "rows.jsonl", [{"prompt": f"{n} + 1 =", "completion": f" {n + 1}"} for n in range(8)])
+    tiny_model().save_pretrained("tiny")
+    saved = ["data.eval=null", "train.save_steps=1", "train.save_strategy=steps", "train.max_steps=2"]
+    opd = [*saved, "method=opd", "teacher.name_or_path=tiny", "train.max_completion_length=4", "train.output_dir=a"]
+    rounds = [*saved, "method=sft", "train.max_length=64", "train.output_dir=b",
+              "rounds={count: 1, num_generations: 2, max_completion_length: 4, judge: 'graders:lengths'}",
+              "rounds.pair={take: all, unfinished: true}"]  # fmt: skip
+    code = "def lengths(prompts, completions, references):\n    return [float(len(text)) for text in completions]\n"
+    (folder / "graders.py").write_text(code)
+    monkeypatch.syspath_prepend(folder)
+    for changes, key, output_dir in ((opd, "train.sampler", "a"), (rounds, "rounds.sampler", "b")):
+        assert run.main(["recipe.yaml", *changes]) == 0
+        resumed = [*changes, f"train.resume_from_checkpoint={output_dir}/checkpoint-1"]
+        checked(*resumed)
+        difference = f"{key.removeprefix('train.')}.batch_size: then None, now 2"
+        with pytest.raises(InputError, match=difference):
+            checked(*resumed, f"{key}.batch_size=2")
+        assert run.main(["recipe.yaml", *resumed, f"{key}.batch_size=2"]) == 2
+        url = "{kind: vllm_server, base_url: 'http://localhost:1'}"
+        with pytest.raises(InputError, match=r"sampler.*: then 'policy', now 'vllm'"):
+            checked(*resumed, f"{key}={url}")
+
+
 def test_a_check_compares_the_adapter_of_a_resumption(folder):
     tiny_model().save_pretrained("tiny")
     changes = ["data.eval=null", "model.from_scratch=false", "model.lora.r=4", "train.save_steps=2"]

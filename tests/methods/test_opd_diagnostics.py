@@ -91,10 +91,28 @@ def test_the_advice_on_rollouts(agreed, rollouts, expected):
     assert (expected in said) if expected else ("rollouts:" not in said)
 
 
-@pytest.mark.parametrize(("first", "steps"), [(False, [2, 5]), (True, [0, 2, 5])])
-def test_steps_are_due_as_the_log_is(first, steps):
-    args = SimpleNamespace(logging_first_step=first)
+@pytest.mark.parametrize(
+    ("strategy", "first", "steps"),
+    [
+        ("steps", False, [2, 5]), ("steps", True, [0, 2, 5]), ("no", False, []), ("no", True, [0]),
+        ("epoch", False, [*range(7)]),
+    ],
+)  # fmt: skip
+def test_steps_are_due_as_the_log_is(strategy, first, steps):
+    args = SimpleNamespace(logging_first_step=first, logging_strategy=strategy)
     assert [n for n in range(7) if is_logged_step(SimpleNamespace(global_step=n, logging_steps=3), args)] == steps
+
+
+def test_epochs_shorter_than_logging_steps_are_observed(tmp_path, monkeypatch, caplog):
+    fix_rollouts(monkeypatch)
+    caplog.set_level(logging.INFO, "hf_posttrain")
+    trainer = trainer_for("opd", tiny_model(), token_rows("opd"), tmp_path, second=tiny_model(seed=9), max_steps=4,
+                          logging_strategy="epoch", logging_steps=10)  # fmt: skip
+    trainer.train()
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    assert [log["step"] for log in logs] == [2, 4]
+    assert all("distill/top1_agreement" in log for log in logs)
+    assert caplog.text.count("have the same most likely token") == 1
 
 
 def test_where_nothing_was_sampled_nothing_is_said():

@@ -2,6 +2,7 @@
 
 import math
 
+import datasets
 import pytest
 import torch
 from models_for_tests import tiny_model
@@ -146,6 +147,22 @@ def test_frozen_rollouts_are_sampled_once_by_the_first_policy(tmp_path, monkeypa
     assert calls == [24]
     opd(tmp_path, max_steps=1, rollouts="frozen", temperature=0.7).train()
     assert calls == [24, 24]
+    # random numbers depend on the prompts that are answered together
+    opd(tmp_path, max_steps=1, rollouts="frozen", sampler={"batch_size": 2}).train()
+    assert calls == [24, 24, 24]
+
+
+def test_rows_of_concatenated_prepared_data_sets_have_rollouts_of_their_own(tmp_path):
+    parts = [opd(tmp_path, 4, seed=seed).train_dataset for seed in (0, 5)]
+    both = datasets.concatenate_datasets(parts)
+    assert both["index"][:] == [0, 1, 2, 3] * 2
+    trainer = trainer_for("opd", tiny_model(), both, tmp_path, second=tiny_model(seed=9), rollouts="frozen", **STEPS)
+    assert trainer.train_dataset["index"][:] == [*range(8)]
+    assert trainer.train_dataset.remove_columns("index")[:] == both.remove_columns("index")[:]
+    trainer.train()
+    found = trainer.source.rollouts(list(trainer.train_dataset), (0,), 4)
+    assert [answer.prompt for answer in found] == both["prompt_ids"][:]
+    assert trainer.source.positions == {n: n for n in range(8)}
 
 
 def test_a_step_on_frozen_rollouts_is_that_of_live_ones(tmp_path, monkeypatch):

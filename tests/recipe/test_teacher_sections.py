@@ -59,6 +59,33 @@ def test_a_comparison_option_on_the_command_line_overrides_the_file(home):
         load_recipe(recipe("kd", LOCAL | {"top_k": 8}, **TOP_K))
     with pytest.raises(InputError, match=f"command line: {twice}"):
         load_recipe(recipe("kd", LOCAL), ["teacher.top_k=5", "train.teacher.top_k=6"])
+    # null on the command line resets the option of the file
+    found = load_recipe(recipe("kd", {**LOCAL, "top_k": 5}), ["train.teacher=null"])
+    assert found.train["teacher"] is None
+    found = load_recipe(recipe("kd", {**LOCAL, "top_k": 5}), ["train.teacher=null", "teacher.top_k=3"])
+    assert found.train["teacher"]["top_k"] == 3
+
+
+def test_the_command_line_overrides_the_other_name_of_an_option_in_the_file(home):
+    old = recipe("kd", LOCAL, teacher_top_k=5)
+    assert load_recipe(old, ["teacher.top_k=8"]).train["teacher"]["top_k"] == 8
+    new = recipe("kd", {**LOCAL, "top_k": 8})
+    assert load_recipe(new, ["train.teacher_top_k=5"]).train["teacher"]["top_k"] == 5
+    with pytest.raises(InputError, match=r"teacher.top_k is also set under its old name"):
+        load_recipe(recipe("kd", {**LOCAL, "top_k": 8}, teacher_top_k=5), [])
+
+
+@pytest.mark.parametrize(
+    ("override", "hint"),
+    [
+        ("teacher.topk=5", "teacher.topk does not exist: use teacher.top_k"),
+        ("teacher.merge_eoss=true", "use teacher.merge_eos"),
+        ("teachers={a: {name_or_path: x, top_k: 5}}", "use train.teacher.top_k"),
+    ],
+)
+def test_a_misspelt_comparison_option_is_told(override, hint, home):
+    with pytest.raises(InputError, match=hint):
+        load_recipe(recipe("kd", LOCAL), [override])
 
 
 @pytest.mark.parametrize(

@@ -151,3 +151,9 @@ def merging_tokenizer(chat_template: str | None = QWEN3) -> PreTrainedTokenizerF
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     tokenizer.eos_token, tokenizer.chat_template = "<|im_end|>", chat_template
     return tokenizer
+
+
+def settled(aligned):
+    """Whether no token of the teacher's tokenizer alone could span the beginning of each chunk of an alignment."""
+    first = {chunk: position for position, chunk in reversed([*enumerate(aligned.teacher_chunks)])}
+    return [first[chunk] == 0 or not aligned.longer[first[chunk] - 1] for chunk in range(aligned.count)]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from models_for_tests import tiny_model
 from plain_for_tests import token_logps
-from tokenizers_for_tests import byte_tokenizer, gpt2_tokenizer, llama2_tokenizer
+from tokenizers_for_tests import byte_tokenizer, gpt2_tokenizer, llama2_tokenizer, settled
 from training_for_tests import assert_same_step, fake_generate, fix_rollouts, one_step, trainer_for
 from vllm_for_tests import Serving
 
@@ -108,7 +108,7 @@ def by_definition(student, teacher, tokenizer, prompt, their_prompt, answer, fun
         )
         if one_to_one and min(masses) >= MIN_SHARED_MASS:
             counts["alone"] += 1
-            counts["taken by what the teacher says"] += not found.settled[chunk]
+            counts["taken by what the teacher says"] += not settled(found)[chunk]
             total = total + function(renormalised(q[a], shared), renormalised(p[b], of_teacher)).sum()
         elif on_data:
             pair = [torch.stack([x, torch.log1p(-x.exp())])[None] for x in (own[a].sum(), theirs[b].sum())]

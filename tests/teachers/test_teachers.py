@@ -26,6 +26,7 @@ from vllm_for_tests import Serving
 
 from hf_posttrain.errors import InputError
 from hf_posttrain.generation.completions_client import ServerError
+from hf_posttrain.methods import METHODS, config_class, trainer_class
 from hf_posttrain.models.config import TeacherSection
 from hf_posttrain.teachers.local import LocalTeacher
 from hf_posttrain.teachers.self_teacher import MovingAverage
@@ -324,6 +325,8 @@ def test_an_average_of_low_precision_is_refused(tmp_path):
         ({"self": "start", "prompt": "{{ prompt }}!"}, {}, "would see the same prompt, so there is no training signal"),
         ({"name_or_path": "x", "prompt": "{{ prompt }}!"}, {}, "before the teacher is known. Set prompt in the option"),
         ({"name_or_path": "x", "own_tokenizer": True}, {}, "Set tokenizer in the option teacher of the Config too"),
+        ({"self": "start", "prompt": "A {{ prompt }}"}, {"teacher": {"prompt": "B {{ prompt }}"}},
+         "teacher_model: prompt is 'A {{ prompt }}', and teacher.prompt of the Config is 'B {{ prompt }}'"),
         ({"self": "emaa"}, {}, "teacher_model.self='emaa' is not one of start, ema"),
         ({"self": "ema", "ema": 7.0}, {"teacher": {"prompt": "x"}}, "teacher_model.ema=7 must be in"),
         ({"self": "start", "name_or_path": "x"}, {"teacher": {"prompt": "x"}}, "teacher_model.self, with which"),
@@ -334,6 +337,38 @@ def test_an_average_of_low_precision_is_refused(tmp_path):
 def test_a_section_that_would_be_ignored_is_refused(section, config, message, tmp_path):
     with pytest.raises(InputError, match=message):
         trainer_for("opd", tiny_model(), privileged("opd"), tmp_path, second=TeacherSection(**section), **config)
+
+
+def test_offload_is_of_models_in_memory_by_their_names(tmp_path, served):
+    def built(second, offload, **config):
+        options = config_class(METHODS["kd"])(output_dir=str(tmp_path), use_cpu=True, report_to="none", **config)
+        rows = [row | ({"teacher": "a"} if isinstance(second, dict) else {}) for row in token_rows("kd")]
+        arguments = {"args": options, "train_dataset": rows, "processing_class": byte_tokenizer()}
+        return trainer_class(METHODS["kd"])(tiny_model(), **arguments, teacher_model=second, teacher_offload=offload)
+
+    assert built(TeacherSection(self="start"), True).teacher.offload
+    assert not built(TeacherSection(self="start"), False).teacher.offload
+    with pytest.raises(InputError, match=r"teacher_offload has the name 'A', and teacher_model has a, b. Use the same"):
+        built({"a": tiny_model(seed=8), "b": tiny_model(seed=9)}, {"A": True}, teacher={"names": ["a", "b"]})
+    with pytest.raises(InputError, match="teacher_offload is only valid with a teacher in memory"):
+        built(served[1], True, teacher={"top_k": 4})
+
+
+def test_merged_ends_follow_a_temperature_that_is_changed(tmp_path, monkeypatch):
+    """As the loss of one end does: a trainer whose temperature is set later computes what one built with it does."""
+    fix_rollouts(monkeypatch)
+
+    def built(temperature):
+        second = tiny_model(seed=9)
+        second.generation_config.eos_token_id = [258, 257]
+        return trainer_for("opd", tiny_model(), token_rows("opd"), tmp_path, second=second, temperature=temperature)
+
+    changed, expected = built(1.0), built(2.0)
+    rows = next(iter(expected.get_train_dataloader()))
+    [batch] = expected.rollouts.window([rows.replace(row_weights=None)], 0)
+    changed.args.temperature = 2.0
+    found = changed.losses(changed.model, batch).values
+    torch.testing.assert_close(found, expected.losses(expected.model, batch).values)
 
 
 def test_a_template_that_writes_nothing_or_needs_what_a_row_lacks_is_told(tmp_path):

@@ -22,6 +22,7 @@ from hf_posttrain.teachers.options import TEACHER, TeacherOptions
 from hf_posttrain.trainer import run_fingerprint
 
 SERVER = {"kind": "vllm_server", "base_url": "http://a:1"}
+POLICY = SAMPLERS.build("sampler", "policy").fingerprint()
 OLD = [  # method, options of the last release, options now
     ("opd", {"rollouts": "live"}, {"rollouts": "on_policy"}),
     ("opd", {"rollouts": "live", "fresh": 0.25, "replay_windows": 16, "teacher_rest": "tail", "skew_alpha": 0.1,
@@ -174,8 +175,10 @@ def test_an_error_of_an_old_name_has_its_place(tmp_path, monkeypatch):
     (tmp_path / "recipe.yaml").write_text(RECIPE.format(method="opd") + "  horizon: 4000\n")
     with pytest.raises(InputError, match=r"recipe.yaml:7: train.rollouts.train_max_tokens=4000 must be from 1 to"):
         load_recipe("recipe.yaml")
-    with pytest.raises(InputError, match=r"recipe.yaml:7: train.rollouts\.train_max_tokens is also set .*\. Remove h"):
-        load_recipe("recipe.yaml", ["train.rollouts={train_max_tokens: 3}"])
+    overridden = load_recipe("recipe.yaml", ["train.rollouts={train_max_tokens: 3}"])
+    assert overridden.train["rollouts"]["train_max_tokens"] == 3
+    with pytest.raises(InputError, match=r"^command line: train.rollouts\.train_max_tokens is also set .*\. Remove h"):
+        load_recipe("recipe.yaml", ["train.rollouts={train_max_tokens: 3}", "train.horizon=4"])
     with pytest.raises(InputError, match=r"^command line: train.vllm_mode is only valid with rollout: vllm"):
         load_recipe("recipe.yaml", ["train.vllm_mode=server"])
 
@@ -289,8 +292,19 @@ def test_a_group_that_is_assigned_later_has_the_defaults_of_its_method(tmp_path)
         ({"rollout": "vllm", "rollout_ahead": 1}, {"sampler": SERVER | {"prefetch": True}}, []),
         ({"rollout": "vllm", "rollout_ahead": 1}, {"sampler": SERVER}, ["sampler.prefetch"]),
         ({"rollout": "vllm"}, {"sampler": SERVER}, []),
-        ({"rounds": {"count": 2, "rollout": "transformers"}}, {"rounds": {"count": 2, "sampler": "policy"}}, []),
-        ({"rounds": {"rollout": "vllm"}}, {"rounds": {"sampler": "policy"}}, ["rounds.sampler"]),
+        ({"rounds": {"count": 2, "rollout": "transformers"}}, {"rounds": {"count": 2, "sampler": POLICY}}, []),
+        ({"rounds": {"sampler": "policy"}}, {"rounds": {"sampler": POLICY}}, []),
+        ({"rounds": {"sampler": "vllm"}}, {"rounds": {"sampler": {"kind": "vllm", "prefetch": False}}}, []),
+        (
+            {"rounds": {"sampler": POLICY}},
+            {"rounds": {"sampler": POLICY | {"batch_size": 2}}},
+            ["rounds.sampler.batch_size"],
+        ),
+        (
+            {"rounds": {"rollout": "vllm"}},
+            {"rounds": {"sampler": POLICY}},
+            ["rounds.sampler.kind", "rounds.sampler.prefetch"],
+        ),
     ],
 )
 def test_options_of_the_last_release_in_a_checkpoint(then, changed, different, tmp_path):
