@@ -209,8 +209,10 @@ def run(recipe: Recipe) -> dict[str, float]:
     for audit in audits.values():
         logger.info("%s", audit.summary())
     audit_warnings = [warning for audit in audits.values() for warning in audit.warnings()]
+    logged = {f"{audit.name}: {note}" for audit in audits.values() for note in audit.mistakes}  # by `prepare_data`
     for warning in audit_warnings:
-        logger.warning("%s", warning)
+        if warning not in logged:
+            logger.warning("%s", warning)
     if config.device.type != "cpu":
         from .check.auto_checkpointing import disable_unneeded_checkpointing
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from rows_for_tests import raw_row
 from safetensors.torch import load_file, save_file
-from tokenizers_for_tests import bos_tokenizer, byte_tokenizer
+from tokenizers_for_tests import CHATML, bos_tokenizer, byte_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
 import hf_posttrain
@@ -580,6 +580,17 @@ def test_what_is_resumed(folder, caplog, monkeypatch):
     Path(path, "optimizer.pt").unlink()
     with pytest.raises(InputError, match=r"command line: the checkpoint .* is incomplete, without optimizer"):
         run.run(load_recipe("sft.yaml", [f"train.resume_from_checkpoint={path}"]))
+
+
+def test_a_warning_about_the_data_is_logged_once(folder, caplog):
+    """By `prepare`; the audit, which finds it again, stores it for the report."""
+    byte_tokenizer(CHATML).save_pretrained("tiny")
+    rows = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}] * 4
+    Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert run.main(["sft.yaml", "data.train.columns=null", "train.chat_template_kwargs={mode: x}"]) == 0
+    warning = "train (rows.jsonl): the chat template does not use: chat_template_kwargs 'mode' (in 4 examples)"
+    assert caplog.messages.count(warning) == 1
+    assert json.loads(Path("out/audit.json").read_text())["warnings"].count(warning) == 1
 
 
 def test_sft_end_to_end_leaves_everything_and_resumes(folder, capsys, caplog):

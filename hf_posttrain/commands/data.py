@@ -25,6 +25,7 @@ from ..recipe.sections import Source
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+RENAME_HINT = "to rename columns, add NAME=COLUMN for each, such as prompt=COLUMN completion=COLUMN"
 MAX_ROWS = 100
 """Number of rows that are read."""
 READ_OPTIONS: Mapping[str, Any] = {"image_ids": (), "image_folder": None, "as_chat": False}
@@ -180,7 +181,7 @@ def describe_file(
             lines.append(f"the most similar format is {suggestion.form}: {mapping}; there is no column for {missing}")
         lines += filter(None, [column_inference.misspelling_problem(rows[0])])
         lines += (f"{method} reads {' | '.join(METHODS[method].rows.formats)}" for method in methods)
-        lines.append("to rename columns, add NAME=COLUMN for each, such as prompt=COLUMN completion=COLUMN")
+        lines.append(RENAME_HINT)
         return lines, 2
 
     # The file can be read with renamed columns.

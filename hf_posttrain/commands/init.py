@@ -301,7 +301,7 @@ def inspect_data(path: str, method: Method, option: str, renamed: Mapping[str, s
     from ..data.formats import canonical_name, detect_format, read_label
     from ..data.prepare import drop_null_fields, null_filled_columns
     from ..data.sources import load
-    from .data import MAX_ROWS, describe_file
+    from .data import MAX_ROWS, RENAME_HINT, describe_file
 
     stream = load(Source(path, columns=dict(renamed) or None, streaming=True), option)
     filled = null_filled_columns(stream)
@@ -310,8 +310,9 @@ def inspect_data(path: str, method: Method, option: str, renamed: Mapping[str, s
         raise InputError(f"{option}: {path} has no rows")
     lines, code = describe_file(rows, path, [method.name], renamed, None)
     if code == 2:
+        problem = "; ".join(line for line in lines if line != RENAME_HINT)
         fix = "To rename columns, use --columns NAME=COLUMN"
-        raise InputError(f"{option}: nothing was written. {'; '.join(lines)}. {fix}")
+        raise InputError(f"{option}: nothing was written. {problem}. {fix}")
 
     rows = [{canonical_name(column, row): value for column, value in row.items()} for row in rows]
     suggestion = column_inference.suggest_format(rows, [method]) if code else None

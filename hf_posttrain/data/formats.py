@@ -70,10 +70,12 @@ def detect_format(columns: list[str], method: Reader) -> str:
             f"{join_names(columns)}. Rename a column with `data.train.columns` (`--columns` of commands), or run "
             "`hf-posttrain data FILE` to see which methods read the file"
         )
+    example = next(form for form in method.rows.formats if "prompt" in form.split(" + "))
+    renamed = ", ".join(f"{name}: COLUMN" for name in example.split(" + "))
     raise InputError(
         f"columns {join_names(columns)} are not supported by {method.name}, which reads "
         f"{' | '.join(method.rows.formats)}. Rename them with `data.train.columns` (`--columns` of commands), for "
-        "instance {prompt: question}"
+        f"instance {{{renamed}}}, or run `hf-posttrain data FILE`"
     )
 
 

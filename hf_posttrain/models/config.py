@@ -9,6 +9,8 @@ from typing import Any, Literal
 from ..errors import InputError, path_hint
 from ..options import option
 
+OFFLINE_FIX = ". Use the folder of a model, or unset HF_HUB_OFFLINE"
+"""Fix in errors about models of the hub."""
 ADAPTER_CONFIG = "adapter_config.json"
 """File that every folder with an adapter has."""
 

@@ -31,7 +31,7 @@ from ..data.images import attach_image_reader, get_image_reader
 from ..data.lengths import largest_token_id
 from ..errors import InputError, name_hint, path_hint, short_repr
 from .adapters import check_adapter_kind
-from .config import ModelSection, has_tokenizer, is_local
+from .config import OFFLINE_FIX, ModelSection, has_tokenizer, is_local
 
 logger = logging.getLogger(__name__)
 
@@ -595,5 +595,6 @@ def as_input_error(kind: str, name: str) -> Iterator[None]:
         if is_local(name):
             hub = ""
         elif HF_HUB_OFFLINE:
-            hub = ", and HF_HUB_OFFLINE disables the hub"
+            hub = f", and HF_HUB_OFFLINE disables the hub{path_hint(path) or OFFLINE_FIX}"
+            raise InputError(f"{kind} {name}: no such folder{hub}") from error
         raise InputError(f"{kind} {name}: no such folder{hub}{path_hint(path)}") from error

@@ -19,7 +19,7 @@ from ..data.template import parse_template
 from ..errors import path_hint
 from ..methods import METHODS
 from ..methods.rules import REFERENCE_FREE_LOSSES, no_reference, teacher_problems, teacher_section_problems
-from ..models.config import has_tokenizer, is_local
+from ..models.config import OFFLINE_FIX, has_tokenizer, is_local
 from ..monitoring.symptoms import as_list
 from ..options import OptionValues
 from ..rounds.config import RoundsSection, rounds_features, rounds_problems
@@ -356,7 +356,7 @@ def _missing_model_problem(name: str, recipe: Recipe) -> str | None:
                 break
         except (OSError, yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError):  # not a recipe
             continue
-    return f"{name}: no such folder{offline}{hint}"
+    return f"{name}: no such folder{offline}{hint or (OFFLINE_FIX if offline else '')}"
 
 
 @report_unreadable

@@ -320,7 +320,7 @@ def settings_problem(
     sections = dict.fromkeys(key.partition(".")[0] for key in differences)
     fix = f"Restore the settings, {restart}, or set train.resume_despite: [{join_names(sections)}]"
     if fixed := [key for key in differences if key in run_fingerprint.OPTIMIZER_STATE_OPTIONS]:
-        fix = f"Restore the settings, or {restart} (the optimizer keeps the former {join_names(fixed)})"
+        fix = f"Restore the settings, or {restart}. A resumed optimizer keeps the former {join_names(fixed)}"
     elif {"method", "adapter.r", "adapter.peft_type"} & differences.keys():  # the weights have other shapes or meanings
         fix = f"Restore the settings, or {restart}"
     omitted = f"; {len(lines) - 6} more" if len(lines) > 6 else ""

@@ -279,7 +279,7 @@ def test_who_insists_may_resume_with_other_settings(whole, tmp_path):
         resume(whole, "sft", tmp_path, rows=rows, max_grad_norm=0.5)
     resume(whole, "sft", tmp_path, rows=rows, max_grad_norm=0.5, resume_despite=["train_dataset", "max_grad_norm"])
     # what comes with the optimizer would stay as it was
-    with pytest.raises(InputError, match="the optimizer keeps the former learning_rate"):
+    with pytest.raises(InputError, match="A resumed optimizer keeps the former learning_rate"):
         resume(whole, "sft", tmp_path, learning_rate=0.5, resume_despite="learning_rate")
 
 
