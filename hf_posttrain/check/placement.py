@@ -198,7 +198,7 @@ class Shapes:
         all_trained = trainable and section.lora is None and not section.adapter
         model.to(load.weights_dtype(section, model.config, all_trained, device))
         self.inner = model
-        self.head = model.get_output_embeddings().weight
+        self.head = forward.output_layer(model).weight
         linear = {m.weight for m in model.modules() if isinstance(m, nn.Linear) and m.weight is not self.head}
         embeddings = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
         products = [w for w in {*linear, self.head} - embeddings if w.dtype == torch.float32]

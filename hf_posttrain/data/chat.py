@@ -390,14 +390,26 @@ def turn_end_id(tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, A
     """
     if not tokenizer.chat_template:
         return eos_id(tokenizer)
+    special = special_ids(tokenizer)
+    ends = [i for i in _ids_after_answer(tokenizer, template_kwargs) if i in special]
+    return ends[0] if ends else eos_id(tokenizer)
+
+
+def ids_after_turn_end(tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any] | None = None) -> list[int]:
+    """Return the ids that the template writes after the `turn_end_id` of the last turn, such as a line break."""
+    ids = _ids_after_answer(tokenizer, template_kwargs)
+    end = turn_end_id(tokenizer, template_kwargs)
+    return ids[ids.index(end) + 1 :] if end in ids else []
+
+
+def _ids_after_answer(tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any] | None) -> list[int]:
+    """Return the ids that the template writes after the content of an answer at the end of a conversation."""
     with error_context("chat_template_kwargs"):
         check_reserved_options(template_kwargs or {})
     probe = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": _PROBE}]
     tail = ChatTemplate(tokenizer, None, template_kwargs).render(probe).rpartition(_PROBE)[2]
     check_template_options(tokenizer, template_kwargs or {})
-    special = special_ids(tokenizer)
-    ends = [i for i in plain_ids(tokenizer, [tail])[0] if i in special]
-    return ends[0] if ends else eos_id(tokenizer)
+    return plain_ids(tokenizer, [tail])[0]
 
 
 def mark_turn_end(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from ..errors import InputError, error_context, join_names, short_repr
 from . import chat, images
 from .assistant_mask import MASK_OPTIONS, assistant_mask
-from .formats import Sample, add_system_turn, read_format, read_label, read_template_kwargs
+from .formats import Sample, add_system_turn, read_format, read_label, read_margin, read_template_kwargs
 from .messages import Messages, is_serialized_messages, normalize_reasoning, text_of
 from .row_schema import RowKind
 from .teacher_prompts import TeacherPlan, read_teacher_name, teacher_sample
@@ -181,6 +181,8 @@ def _read(row: dict[str, Any], plan: Plan) -> list[Sample]:
         sample = sample._replace(prompt=prompt, branches=answers)
     if plan.rows.sampled and row.get("label") is not None and not read_label(row["label"]):
         sample = sample._replace(branches=[], mask=None)
+    if "margin" in plan.rows.columns:
+        sample = sample._replace(margin=read_margin(row.get("margin")))
     return [sample]
 
 
@@ -293,14 +295,32 @@ def encode(samples: list[Sample], rows: list[int], tokenizer: PreTrainedTokenize
     prompts = [prompt for prompt, _ in pairs]
     completions = [completion for _, completion in pairs]
     ids = iter(chat.encode_pairs(tokenizer, prompts, completions, end_id, alternative_ends))
+    tail = chat.ids_after_turn_end(tokenizer, plan.template_kwargs) if is_chat and plan.rows.classified else []
     encoded = []
     for text in texts:
         id_pairs = [next(ids) for _ in text.branches or [""]]
         branches = [completion for _, completion in id_pairs][: len(text.branches)]
         # an answer that consists of its end alone is empty, so that nothing is trained
         branches = [[] if branch == [end_id] else branch for branch in branches]
+        if plan.rows.classified:
+            branches = [_as_classified(branch, end_id, tail, tokenizer.pad_token_id) for branch in branches]
         encoded.append(text._replace(prompt=id_pairs[0][0], branches=branches))
     return encoded
+
+
+def _as_classified(ids: list[int], end_id: int, tail: list[int], pad_id: int | None) -> list[int]:
+    """Return the ids of an answer as a sequence classifier reads them in a batch of whole conversations.
+
+    Args:
+        ids: Ids of the answer, up to the end of the turn.
+        end_id: Id of the end of the turn.
+        tail: Ids that the chat template writes after it.
+        pad_id: Id of the padding. Transformers reads the score at the last other token, also if `pad_id` is the eos.
+    """
+    whole = [*ids, *(tail if ids[-1:] == [end_id] else [])]
+    while whole and whole[-1] == pad_id:
+        whole.pop()
+    return whole
 
 
 def teacher_columns(

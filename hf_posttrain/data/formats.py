@@ -5,6 +5,7 @@ formats that each kind of rows is made from.
 """
 
 import json
+import math
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -40,6 +41,7 @@ class Sample(NamedTuple):
     unread: tuple[str, ...] = ()  # parts of the messages that the chat template does not write
     images: tuple[dict, ...] = ()  # as returned by `images.to_stored_image`, in the order of their places in the text
     expansions: tuple[str, ...] = ()  # the text that replaces each image
+    margin: float = 0.0  # smallest difference between the rewards of a pair
 
     @property
     def is_chat(self) -> bool:
@@ -114,6 +116,15 @@ def read_label(value: object) -> bool:
     if label is None:
         raise InputError(f"column 'label': expected true or false (or 1, 0), found {short_repr(value)}")
     return label
+
+
+def read_margin(value: object) -> float:
+    """Return the margin of a pair, 0 for a missing one. Raises InputError for a value that is no finite number."""
+    if value is None:
+        return 0.0
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise InputError(f"column 'margin': expected a number, found {short_repr(value)}")
+    return float(value)
 
 
 def read_format(row: dict, form: str) -> Sample:

@@ -182,7 +182,7 @@ def _columns(dataset: AnyDataset) -> list[str]:
 
 def _features(rows: RowKind, facts: bool = True, extra_columns: Sequence[str] = ()) -> datasets.Features:
     """Return the types of prepared rows, with FACTS or without."""
-    types = {"label": datasets.Value("bool"), "prompt_key": datasets.Value("int64"), **FACTS}
+    types = {"label": datasets.Value("bool"), "margin": datasets.Value("float64"), "prompt_key": datasets.Value("int64"), **FACTS}
     types |= {"teacher": datasets.Value("string"), "images": IMAGES_TYPE, "asked": datasets.Value("string")}
     ids = datasets.List(datasets.Value("int32"))
     names = (*rows.columns, *extra_columns, *(FACTS if facts else ()))
@@ -318,8 +318,11 @@ def columns_read(dataset: AnyDataset, name: str, method: Reader, config: object)
 
 
 def _answer_columns(method: Reader) -> set[str]:
-    """Return columns, in addition to the format's, that mark an answer of the data as right or wrong."""
-    return {"label"} if method.rows.sampled else set()
+    """Return columns, in addition to the format's, that describe the answers of the data.
+
+    These are the label of a reference answer, and the margin of a pair.
+    """
+    return {"label"} if method.rows.sampled else {"margin"} & {*method.rows.columns}
 
 
 def _without_decoding(dataset: AnyDataset) -> Any:
@@ -602,6 +605,7 @@ def tokenise(
                 **dict(zip(plan.rows.answers, branches, strict=True)),
                 "completion_mask": kept.mask,
                 "label": kept.label,
+                "margin": kept.margin,
                 "prompt_key": prompt_key(full.prompt, full.images),
                 "row": number,
                 "state": state | prompt_state & TRUNCATED | sample_bits,

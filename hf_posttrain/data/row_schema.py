@@ -18,6 +18,7 @@ class RowKind:
     formats: tuple[str, ...]  # of raw rows, in order of preference: column names joined by " + "
     needs_prompt: bool = True  # whether each row has a prompt; otherwise the first token of a text serves as one
     sampled: bool = False  # whether answers are sampled during training, so that rows need none
+    classified: bool = False  # whether a sequence classifier reads whole texts, as transformers tokenizes them
 
     @property
     def answers(self) -> tuple[str, ...]:
@@ -70,6 +71,7 @@ SUPERVISED = RowKind(
     needs_prompt=False,
 )
 PREFERENCE = RowKind(("prompt_ids", "chosen_ids", "rejected_ids"), ("prompt_ids + chosen_ids + rejected_ids", *_PAIRS))
+REWARD_PAIRS = RowKind((*PREFERENCE.columns, "margin"), PREFERENCE.formats, classified=True)
 UNPAIRED = RowKind(
     ("prompt_ids", "completion_ids", "label", "prompt_key"),
     (

@@ -25,7 +25,7 @@ from ..errors import InputError
 from ..options import OptionValues
 from ..scoring import forward
 from ..scoring.layouts import IGNORE, Branch, Example, collate
-from ..scoring.parity_check import HALF_PRECISION_TOLERANCE, is_within_tolerance, token_logps, tolerance
+from ..scoring.parity_check import HALF_PRECISION_TOLERANCE, is_within_tolerance, token_values, tolerance
 from ..scoring.rotary import rope_switch_length
 from .duplicate_mask import mask_duplicate_rows
 
@@ -161,11 +161,11 @@ def _check_parity(trainer: Trainer, adapter: Any) -> None:
     def parity_error(in_float32: bool) -> float:
         # rows are not sharded in eval mode; then only attention is in training mode, which Ulysses shards
         with torch.no_grad(), forward.eval_mode(model):
-            complete_sum = token_logps(model, complete, in_float32).sum()
+            complete_sum = token_values(model, complete, in_float32).sum()
             for module in inner.modules():
                 if hasattr(module, "is_causal"):  # an attention
                     module.training = True
-            shard_sum = token_logps(model, shard, in_float32).sum()
+            shard_sum = token_values(model, shard, in_float32).sum()
         total: Tensor = trainer.accelerator.reduce(shard_sum) * ranks / trainer.accelerator.num_processes
         return ((total - complete_sum).abs() / len(rows.scored)).item()
 

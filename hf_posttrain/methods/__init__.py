@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from ..data.row_schema import PREFERENCE, PROMPTS, SUPERVISED, UNPAIRED
+from ..data.row_schema import PREFERENCE, PROMPTS, REWARD_PAIRS, SUPERVISED, UNPAIRED
 from ..rollouts.options import REWARD, ROLLOUTS, SAMPLERS, TOKEN_WEIGHTS, sampler_problems
 from ..teachers.options import TEACHER
 from ..trainer.limits import COEFFICIENT, COUNT, FRACTION, FRACTION_BELOW_ONE, POSITIVE
@@ -125,6 +125,25 @@ _ROWS = (
         ),
         limits={"beta": POSITIVE, "cpo_alpha": COEFFICIENT},
         symptoms={"label_leak": _PREFERENCE_SYMPTOMS["label_leak"]},
+    ),
+    Method(
+        "rm",
+        "reward modeling",
+        REWARD_PAIRS,
+        "examples",
+        key_metrics={"rewards/accuracies": "accuracy", "rewards/margins": "margin"},
+        paper=Paper(
+            "ouyang2022training",
+            "2203.02155",
+            2022,
+            "Training Language Models to Follow Instructions with Human Feedback",
+            "Long Ouyang and Jeff Wu and Xu Jiang and Diogo Almeida and Carroll L. Wainwright and Pamela Mishkin"
+            " and Chong Zhang and Sandhini Agarwal and Katarina Slama and Alex Ray and others",
+        ),
+        limits={"center_rewards_coefficient": COEFFICIENT},
+        symptoms={"label_leak": _PREFERENCE_SYMPTOMS["label_leak"]},
+        head="score",
+        class_prefix="Reward",
     ),
     Method(
         "kd",

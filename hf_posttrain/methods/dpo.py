@@ -183,12 +183,18 @@ def pair_metrics(chosen: Tensor, rejected: Tensor, logps: Tensor) -> dict[str, t
         rejected: Rewards of the rejected answers, [B].
         logps: Log-probabilities of both answers, [B, 2].
     """
-    metrics = {
-        "rewards/chosen": chosen,
-        "rewards/rejected": rejected,
-        "rewards/margins": chosen - rejected,
-        "rewards/accuracies": (chosen > rejected).float(),
-        "logps/chosen": logps[:, 0],
-        "logps/rejected": logps[:, 1],
+    chosen_logps, rejected_logps = logps.unbind(1)
+    return reward_metrics(chosen, rejected) | {
+        "logps/chosen": (chosen_logps, None),
+        "logps/rejected": (rejected_logps, None),
     }
-    return {name: (values, None) for name, values in metrics.items()}
+
+
+def reward_metrics(chosen: Tensor, rejected: Tensor) -> dict[str, tuple[Tensor, None]]:
+    """Return the metrics of the rewards of the chosen and the rejected answers, [B] each."""
+    return {
+        "rewards/chosen": (chosen, None),
+        "rewards/rejected": (rejected, None),
+        "rewards/margins": (chosen - rejected, None),
+        "rewards/accuracies": ((chosen > rejected).float(), None),
+    }

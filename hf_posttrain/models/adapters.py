@@ -38,6 +38,8 @@ PEFT_OPTION = "peft_config (model.lora)"
 _WRAPPERS = BaseTunerLayer, AuxiliaryTrainingWrapper
 """Classes of PEFT's layers around layers of the base model."""
 ZERO_ROW = 1e-4
+_TASK_TYPES = {"language": "CAUSAL_LM", "score": "SEQ_CLS"}
+"""Task types of PEFT. With SEQ_CLS it trains and saves the score layer in addition to the adapter."""
 _LORA_ALIASES = {"alpha": "lora_alpha", "dropout": "lora_dropout"}
 
 
@@ -66,7 +68,7 @@ def lora_config(section: ModelSection, location: str = "model") -> peft.LoraConf
         if isinstance(word := values.get(name), str) and word != "all-linear" and re.fullmatch(r"[\w.]+", word):
             values[name] = [word]
     try:
-        return peft.LoraConfig(**{"target_modules": "all-linear", "task_type": "CAUSAL_LM", **values})
+        return peft.LoraConfig(**{"target_modules": "all-linear", "task_type": _TASK_TYPES[section.head], **values})
     except (ValueError, TypeError, ImportError) as error:
         raise InputError(f"{location}: model.lora: {error}") from error
 
@@ -115,6 +117,8 @@ def add_adapter(model: nn.Module, peft_config: object, vision: bool = False) -> 
     _check_init(peft_config, model)
     # a copy, since PEFT writes into the config
     config: Any = config_with_default_init(peft_config) if on_meta else copy.deepcopy(peft_config)
+    if forward.is_reward_model(model):
+        config.task_type = _TASK_TYPES["score"]
     if hasattr(config, "exclude_modules"):
         config.exclude_modules = _merge_excluded(config.exclude_modules, _excluded_modules(model, config, vision))
     modules = [name for name, _ in model.named_modules()]

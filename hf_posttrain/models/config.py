@@ -4,7 +4,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from ..errors import InputError, path_hint
 from ..options import option
@@ -19,6 +19,8 @@ ADAPTER_CONFIG = "adapter_config.json"
 class ModelSection:
     """A model and how it is loaded (`model` and `teacher`)."""
 
+    head: ClassVar[Literal["language", "score"]] = "language"
+    """Last layer of the model: that of a causal LM, or the score of a reward model."""
     name_or_path: str = option(help="Hub name or folder of the model.")
     from_scratch: bool = option(
         False,
@@ -56,6 +58,13 @@ class ModelSection:
         "File with a Jinja chat template, if the tokenizer has none or a wrong one. Not supported for a teacher.",
     )
     offload: bool = option(False, "Whether the model is on CPU between uses, for a teacher.")
+
+
+@dataclass
+class RewardModelSection(ModelSection):
+    """A reward model: a sequence classifier with one label, or a language model that gets a new score layer."""
+
+    head: ClassVar[Literal["language", "score"]] = "score"
 
 
 @dataclass

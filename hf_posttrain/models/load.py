@@ -283,10 +283,7 @@ def load_model(
     """
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     config = check_model(section)
-    if is_classifier(config):
-        raise InputError(
-            f"model {section.name_or_path} is a sequence classifier and cannot generate text. Use a language model"
-        )
+    _check_head(section, config)
 
     trains_all_weights = trainable and section.lora is None and not section.adapter
     options = apply_config_options(config, options or {})
@@ -319,7 +316,8 @@ def load_model(
             dequantize = is_mxfp4 and section.quantization == "none"
             if dequantize:
                 kwargs["quantization_config"] = Mxfp4Config(dequantize=True)
-            model = _auto_class(section, config).from_pretrained(section.name_or_path, **kwargs)
+            with _without_report_of_new_head(section):
+                model = _auto_class(section, config).from_pretrained(section.name_or_path, **kwargs)
             if dequantize:
                 # otherwise the dequantized weights would be saved as if they were packed
                 vars(model).pop("_weight_conversions", None)
@@ -378,11 +376,52 @@ def _check_adapter_keys(policy: peft.PeftModel, section: ModelSection, on_meta: 
 def load_skeleton(section: ModelSection) -> PreTrainedModel:
     """Return the model of `section` on the meta device, without weights but with its generation config."""
     config = check_model(section)
+    _check_head(section, config)
     with as_input_error("model", section.name_or_path), unsharded_initialization(), torch.device("meta"):
         model = _auto_class(section, config).from_config(config, **_auto_class_kwargs(section))
     if generation_config := load_generation_config(section):
         model.generation_config = generation_config
     return model
+
+
+def _check_head(section: ModelSection, config: PreTrainedConfig) -> None:
+    """Set the number of labels of a reward model. Raise InputError if a model cannot have the head of its section."""
+    name = section.name_or_path
+    if section.head == "language":
+        if is_classifier(config):
+            fix = "Use a language model, or train it with method rm"
+            raise InputError(f"model {name} is a sequence classifier and cannot generate text. {fix}")
+    elif is_classifier(config) and config.num_labels != 1:
+        raise InputError(f"model {name} has {config.num_labels} labels. A reward model must have one label")
+    elif type(config) not in transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        problem = f"model {name} ({config.model_type}) has no sequence classifier in transformers"
+        raise InputError(f"{problem}. Use another model as a reward model")
+    else:
+        config.num_labels = 1
+
+
+@contextmanager
+def _without_report_of_new_head(section: ModelSection) -> Iterator[None]:
+    """Log the new score layer of a reward model in one line, in place of transformers' report of missing weights."""
+    if section.head == "language":
+        yield
+        return
+
+    def is_relevant(record: logging.LogRecord) -> bool:
+        """Return whether a record is not a report about the head alone, and log the new layer instead."""
+        rows = re.findall(r"^(\S+) +\| +(?:\x1b\[\d+m)?(MISSING|UNEXPECTED|\w+)", record.getMessage(), re.M)
+        keys = {key for key, status in rows if status in ("MISSING", "UNEXPECTED")}
+        if "LOAD REPORT" not in record.getMessage() or not all(re.match(r"(score|lm_head)\.", key) for key in keys):
+            return True
+        logger.info("%s: the score layer is new, since this is a language model", section.name_or_path)
+        return False
+
+    report = logging.getLogger("transformers.modeling_utils")
+    report.addFilter(is_relevant)
+    try:
+        yield
+    finally:
+        report.removeFilter(is_relevant)
 
 
 def load_generation_config(section: ModelSection) -> transformers.GenerationConfig | None:
@@ -394,6 +433,8 @@ def load_generation_config(section: ModelSection) -> transformers.GenerationConf
 
 def _auto_class(section: ModelSection, config: PreTrainedConfig) -> Any:
     """Return the auto class of a model. Raise InputError if `images` does not match what the model supports."""
+    if section.head == "score":
+        return transformers.AutoModelForSequenceClassification
     if not section.images:
         if is_vision_only(config):
             raise InputError(

@@ -11,7 +11,7 @@ import peft
 import torch
 from peft import PeftConfig
 from torch import nn
-from transformers import GenerationConfig, PreTrainedTokenizerBase, ProcessorMixin
+from transformers import GenerationConfig, PreTrainedTokenizerBase, ProcessorMixin, set_seed
 
 from ..data import chat
 from ..data.images import attach_image_reader, get_image_reader
@@ -23,7 +23,7 @@ from . import load
 from .acceleration import apply_liger_and_compile, warn_if_not_compiled
 from .adapter_base_check import warn_if_base_changed
 from .adapters import adapted_layers, add_adapter, check_adapter_kind, describe_adapter, skip_needless_casts
-from .config import ModelSection, resolve_path
+from .config import ModelSection, RewardModelSection, resolve_path
 
 if TYPE_CHECKING:
     from ..trainer.config import PostTrainConfig
@@ -54,7 +54,8 @@ def resolve_model(
     if is_processor:
         tokenizer = attach_image_reader(tokenizer)
     if isinstance(model, str):
-        section = ModelSection(name_or_path=model, lora=None if peft_config is None else {})
+        section_class = RewardModelSection if args.method.head == "score" else ModelSection
+        section = section_class(name_or_path=model, lora=None if peft_config is None else {})
         section.trust_remote_code = args.trust_remote_code
         options = load.apply_model_init_kwargs(section, args.model_init_kwargs or {})
         if tokenizer is None:
@@ -62,6 +63,7 @@ def resolve_model(
             section.images = load.is_vision_only(config) or (images and load.saved_with_vision(config))
         else:
             section.images = is_processor
+        set_seed(args.seed)  # for the score layer of a reward model
         model = load.load_model(section, options=options)
         tokenizer = tokenizer or load.load_tokenizer(section)
 
@@ -79,7 +81,23 @@ def resolve_model(
         raise InputError(
             f"{name} does not support images. Load it with AutoModelForImageTextToText, or pass its tokenizer"
         )
+    _check_head(model, args)
     return model, load.with_pad_token(tokenizer)
+
+
+def _check_head(model: nn.Module, args: "PostTrainConfig") -> None:
+    """Raise InputError if the last layer of a loaded model is not the one that the method trains."""
+    inner = forward.causal_lm(model)
+    name = type(inner).__name__
+    if forward.is_reward_model(model):
+        if args.method.head == "language":
+            raise InputError(f"{name} is a sequence classifier and cannot generate text. Use a language model")
+        if not isinstance(getattr(inner, "score", None), nn.Linear) or inner.num_labels != 1:
+            problem = f"{name} has {inner.num_labels} labels. A reward model must have one label, and a score layer"
+            raise InputError(f"{problem}. Load it with num_labels=1")
+    elif args.method.head == "score":
+        fix = "Load it with AutoModelForSequenceClassification and num_labels=1, or pass its name"
+        raise InputError(f"{name} has no score layer, which a reward model requires. {fix}")
 
 
 def find_terminal_ids(

@@ -32,7 +32,7 @@ USES_OWN_LOGITS = "scores_by_own_logits"
 
 @dataclass
 class LMHead:
-    """Head of a causal LM inside its forward, where its weights are gathered. A scorer receives it."""
+    """Head of a causal LM, or score layer of a reward model, inside its forward, where its weights are gathered. A scorer receives it."""
 
     module: nn.Module  # the layer, or an identity if the model's own logits replace the hidden states
     original_forward: Callable[[Tensor], Tensor]
@@ -44,8 +44,9 @@ class LMHead:
         if getattr(model, USES_OWN_LOGITS, False):
             identity = nn.Identity()
             return cls(identity, identity.forward, LogitTransform())
-        module = model.get_output_embeddings()
-        return cls(module, module.forward, LogitTransform.from_config(model.config.get_text_config()))
+        module = output_layer(model)
+        config = model.config.get_text_config()
+        return cls(module, module.forward, LogitTransform() if is_reward_model(model) else LogitTransform.from_config(config))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [..., V] of hidden states [..., H], as the model itself computes them.
@@ -96,6 +97,17 @@ def causal_lm(model: nn.Module) -> Any:
     return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
 
 
+def is_reward_model(model: nn.Module) -> bool:
+    """Return whether a model is a sequence classifier, with a score layer in place of a language modeling head."""
+    return "ForSequenceClassification" in type(causal_lm(model)).__name__
+
+
+def output_layer(model: nn.Module) -> Any:
+    """Return the language modeling head, or the score layer of a reward model."""
+    inner = causal_lm(model)
+    return inner.score if is_reward_model(inner) else inner.get_output_embeddings()
+
+
 def cache_argument(model: nn.Module) -> str:
     """Return the name of the cache argument of a causal LM's forward, or an empty string if it takes no cache."""
     parameters = inspect.signature(type(model).forward).parameters
@@ -118,7 +130,7 @@ def vision_weights(model: nn.Module) -> list[nn.Parameter]:
 def is_vision_parameter(model: nn.Module, name: str) -> bool:
     """Return whether a parameter or module of a vision-language model lies outside its language model and head."""
     inner = causal_lm(model)
-    language = (inner.get_decoder(), inner.get_output_embeddings(), inner.get_input_embeddings())
+    language = (inner.get_decoder(), output_layer(inner), inner.get_input_embeddings())
     prefixes = [prefix for prefix, module in inner.named_modules() if any(module is part for part in language)]
     return bool(name) and not any(
         f"{name}.".startswith(f"{prefix}.") or prefix.startswith(f"{name}.") for prefix in prefixes

@@ -209,6 +209,15 @@ class LogProb:
         return Tile(value, grad if self.temperature == 1.0 else grad.div_(self.temperature), stats)
 
 
+@dataclass(frozen=True)
+class Reward:
+    """Tile function: value = logits[0], the only output of a score layer."""
+
+    def __call__(self, logits: Tensor, rows: slice, need_grad: bool, buffer: Tensor) -> Tile:
+        """Return the Tile of logits [n, 1]."""
+        return Tile(logits[:, 0].clone(), buffer.fill_(1.0) if need_grad else None)
+
+
 # ---- the head
 
 

@@ -46,6 +46,14 @@ class Branch:
     mask: Sequence[int] | None = None  # 1 for trained tokens; None trains all tokens
 
 
+def branch_with_reward(ids: Sequence[int]) -> Branch:
+    """Return a branch whose last token has the only scored position, at which a reward model reads the score.
+
+    A token is appended, because the last token of a branch is not an input. Its id has no effect.
+    """
+    return Branch([*ids, 0], [0] * len(ids) + [1])
+
+
 @dataclass(frozen=True)
 class TeacherInput:
     """Input of a teacher that differs from the student's. See `teachers.inputs`."""

@@ -7,6 +7,7 @@ import random
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,8 +24,8 @@ from ..errors import InputError
 from ..losses.divergence import log_softmax
 from . import forward
 from .attention_selection import row_multiple
-from .head import HALF_DTYPES, LogProb, score_tokens
-from .layouts import Branch, Example, collate
+from .head import HALF_DTYPES, LogProb, Reward, score_tokens
+from .layouts import Branch, Example, branch_with_reward, collate
 from .recurrent_segments import used_segments
 from .rotary import rope_switch_length
 from .varlen import has_varlen_kernel
@@ -120,7 +121,7 @@ def parity_error(
         other_models: Other models for which batches are laid out.
 
     Returns:
-        The mean absolute difference of a token's log-probability. It is infinite if the model does not pass the
+        The mean absolute difference of a token's log-probability, or of a reward. It is infinite if the model does not pass the
         segments on to its recurrent layers.
     """
     inner = forward.causal_lm(model)
@@ -132,7 +133,7 @@ def parity_error(
     batch = laid_out.to(device)
 
     with torch.no_grad(), forward.eval_mode(model):
-        values = token_logps(model, batch, in_float32)
+        values = token_values(model, batch, in_float32)
         if layout != "padded" and not used_segments(inner):
             return math.inf  # the states of weights that are not trained yet are too small to show in the values
         for k, (example, ids) in enumerate(answers):
@@ -142,21 +143,24 @@ def parity_error(
                 assert vision_inputs is not None
                 tokens = torch.tensor([inputs], device=device)
                 image_arguments = vision_inputs.prompt_arguments(example.images, tokens, inner)
-            logps = log_softmax(reference_logits(model, inputs, len(ids), image_arguments))
-            expected = logps.gather(-1, torch.tensor(ids, device=device)[:, None])[:, 0]
+            if forward.is_reward_model(model):
+                expected = reference_logits(model, inputs, 1, image_arguments)[:, 0]
+            else:
+                logps = log_softmax(reference_logits(model, inputs, len(ids), image_arguments))
+                expected = logps.gather(-1, torch.tensor(ids, device=device)[:, None])[:, 0]
             errors.append((values[batch.owner == k] - expected).abs())
     return torch.cat(errors).mean().item()
 
 
-def token_logps(model: nn.Module, batch: MicroBatch, in_float32: bool) -> Tensor:
-    """Return the log-probabilities of the scored tokens of a batch, [N], as a training step computes them.
+def token_values(model: nn.Module, batch: MicroBatch, in_float32: bool) -> Tensor:
+    """Return the log-probabilities, or rewards, of the scored tokens of a batch, [N], as a training step does.
 
     Args:
         model: Model after `enable_scoring`.
         batch: Laid-out batch on the device of the model.
         in_float32: Compute the head in float32.
     """
-    tile = LogProb(batch.targets)
+    tile = Reward() if forward.is_reward_model(model) else LogProb(batch.targets)
 
     def scorer(head: forward.LMHead, hidden: Tensor) -> dict[str, Tensor]:
         states = forward.scored_hidden_states(hidden, batch)
@@ -269,6 +273,8 @@ def reference_logits(
 ) -> Tensor:
     """Return the logits of the last tokens from the model's own forward, [last, V].
 
+    A reward model returns one logit, that of the last token, so that it reads one row for each token.
+
     Args:
         model: Model.
         ids: Token ids of one row.
@@ -276,11 +282,15 @@ def reference_logits(
         image_arguments: Arguments of the forward for the images of the row.
     """
     inner = forward.causal_lm(model)
+    if forward.is_reward_model(model) and last > 1:
+        return torch.cat([reference_logits(model, ids[:end], 1) for end in range(len(ids) - last + 1, len(ids) + 1)])
     parameters = inspect.signature(type(inner).forward).parameters
     options = {"logits_to_keep": last} if "logits_to_keep" in parameters else {}
     output = model(
         input_ids=torch.tensor([ids], device=inner.device), use_cache=False, **options, **(image_arguments or {})
     )
+    if forward.is_reward_model(model):
+        return output.logits.float()
     if not isinstance(logits := getattr(output, "logits", None), Tensor) or logits.ndim != 3:
         raise InputError(
             f"{type(inner).__name__} is not a causal LM, because it does not return logits of the next token. "
@@ -299,10 +309,13 @@ def attention_spans(model: PreTrainedModel) -> list[int]:
 def example_ids(model: PreTrainedModel) -> Callable[[int], list[int]]:
     """Return a function that returns random token ids of a model, with a fixed seed."""
     size = model.config.get_text_config().vocab_size
+    # a reward model reads the score before padding at the end of a row
+    padding = {model.config.get_text_config().pad_token_id} if forward.is_reward_model(model) else set()
+    ids = [i for i in range(min(5, size // 2), min(size, 500)) if i not in padding]
     generator = random.Random(0)
 
     def random_ids(count: int) -> list[int]:
-        return generator.choices(range(min(5, size // 2), min(size, 500)), k=count)
+        return generator.choices(ids, k=count)
 
     return random_ids
 
@@ -333,6 +346,8 @@ def _check_examples(
         text = [i for i in ids(30) if i not in vision_inputs.reader.token_ids]
         prompt = [*text[:2], *vision_inputs.reader.expansion_ids(image), *text[2:4]]
         examples.append(Example(prompt, [Branch(text[4:8]), Branch(text[8:10])], images=[image]))
+    if forward.is_reward_model(model):
+        return [replace(e, branches=[branch_with_reward(branch.ids) for branch in e.branches]) for e in examples]
     return examples
 
 

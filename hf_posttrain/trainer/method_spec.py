@@ -48,6 +48,8 @@ class Method:
         symptoms: Names in `monitoring.symptoms`, with the change that fixes a run with the symptom. Other symptoms do
             not apply to the method.
         sequence_parallel: Whether rows can be sharded over ranks.
+        head: Last layer of the model that is trained, see `ModelSection.head`.
+        class_prefix: First part of the names of Config and Trainer, by default the name in capital letters.
     """
 
     name: str
@@ -63,6 +65,8 @@ class Method:
     rules: tuple[Callable[[OptionValues], Iterable[Problem]], ...] = ()
     symptoms: Mapping[str, str] = field(default_factory=dict)
     sequence_parallel: bool = False
+    head: Literal["language", "score"] = "language"
+    class_prefix: str = ""
 
     @property
     def module(self) -> str:
@@ -72,9 +76,9 @@ class Method:
     @property
     def config_name(self) -> str:
         """Name of the Config class."""
-        return f"{self.name.upper()}Config"
+        return f"{self.class_prefix or self.name.upper()}Config"
 
     @property
     def trainer_name(self) -> str:
         """Name of the Trainer class."""
-        return f"{self.name.upper()}Trainer"
+        return f"{self.class_prefix or self.name.upper()}Trainer"
