@@ -29,6 +29,7 @@ class Feature(StrEnum):
     ASSISTANT_ONLY = "assistant_only_loss"
     PROMPT_TRAINED = "completion_only_loss: false"
     REFERENCE_CACHE = "precompute_ref_log_probs"
+    SYNC_REFERENCE = "sync_ref_model"
     MISMATCHED_PAIRS = "unpaired preferences"
     # rollouts
     OFF_POLICY = "rollouts of another policy (any source but on_policy)"
@@ -104,6 +105,14 @@ CONFLICTS: tuple[Conflict, ...] = (
     Conflict(_F.MISMATCHED_PAIRS, _F.STREAM, "each prompt is paired with the answer of another row"),
     Conflict(_F.PREFETCH, _F.ROUNDS, "a round samples all its answers before it trains on them"),
     Conflict(_F.REFERENCE_CACHE, _F.ROUNDS, "the rows of a round are not known before it starts"),
+    Conflict(_F.SYNC_REFERENCE, _F.ROUNDS, "rounds.reference determines when it changes"),
+    Conflict(_F.REFERENCE_CACHE, _F.SYNC_REFERENCE, "the scores of the first weights would be used throughout"),
+    Conflict(
+        _F.SYNC_REFERENCE,
+        _F.SHARDED,
+        "the updated weights are not sharded",
+        "Use one GPU or DDP, or remove sync_ref_model",
+    ),
     Conflict(_F.SEQUENCE_PARALLEL, _F.ROUNDS, "rows must be known before training"),
     Conflict(_F.ROUNDS, _F.TEACHER, "a method with a teacher does not learn from judged answers"),
     Conflict(_F.PACKING, _F.SEQUENCE_PARALLEL, _ONE_DOCUMENT),
@@ -176,6 +185,7 @@ def option_features(values: OptionValues) -> dict[Feature, str]:
         Feature.ASSISTANT_ONLY: (getattr(values, "assistant_only_loss", False), "assistant_only_loss"),
         Feature.PROMPT_TRAINED: (getattr(values, "completion_only_loss", None) is False, "completion_only_loss"),
         Feature.REFERENCE_CACHE: (getattr(values, "precompute_ref_log_probs", None), "precompute_ref_log_probs"),
+        Feature.SYNC_REFERENCE: (getattr(values, "sync_ref_model", False), "sync_ref_model"),
         Feature.DATA_SHARE: (lmbda < 1, "lmbda"),
         Feature.NO_ROLLOUTS: (lmbda == 0, "lmbda"),
         Feature.POLICY_GRADIENT: (getattr(values, "loss_type", None) == "policy_gradient", "loss_type"),

@@ -258,10 +258,11 @@ def build_skeletons(
         InputError: Adapters, tokens or options do not fit the models.
     """
     from ..models.load import check_tokenizer_fits, load_skeleton, load_tokenizer, weights_dtype, with_saved_adapter
+    from ..models.moving_average import check_average
     from ..models.policy import with_supported_checkpointing
     from ..scoring.forward import causal_lm
     from ..scoring.layout_selection import choose_layout
-    from ..teachers.self_teacher import check_average
+    from ..teachers.self_teacher import OPTION
     from ..trainer.policy import make_policy
 
     models: list[Any] = []
@@ -278,7 +279,7 @@ def build_skeletons(
             model, _ = make_policy(model, peft_config, config)
             policy = model
             if any(teacher.self == "ema" for _, teacher in recipe.teacher_sections()):
-                check_average(weight.dtype for weight in model.parameters() if weight.requires_grad)
+                check_average(OPTION, (weight.dtype for weight in model.parameters() if weight.requires_grad))
         inner = causal_lm(model)
         own_tokenizer = getattr(section, "own_tokenizer", False)
         inputs = (load_tokenizer(section),) if own_tokenizer else (tokenizer, *rows.values())

@@ -182,7 +182,12 @@ def _columns(dataset: AnyDataset) -> list[str]:
 
 def _features(rows: RowKind, facts: bool = True, extra_columns: Sequence[str] = ()) -> datasets.Features:
     """Return the types of prepared rows, with FACTS or without."""
-    types = {"label": datasets.Value("bool"), "margin": datasets.Value("float64"), "prompt_key": datasets.Value("int64"), **FACTS}
+    types = {
+        "label": datasets.Value("bool"),
+        "margin": datasets.Value("float64"),
+        "prompt_key": datasets.Value("int64"),
+        **FACTS,
+    }
     types |= {"teacher": datasets.Value("string"), "images": IMAGES_TYPE, "asked": datasets.Value("string")}
     ids = datasets.List(datasets.Value("int32"))
     names = (*rows.columns, *extra_columns, *(FACTS if facts else ()))

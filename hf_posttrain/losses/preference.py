@@ -1,12 +1,13 @@
 """Losses of preference pairs: DPO and its family. Every function returns one value per pair, without reduction.
 
-Notation: a = log pi(chosen) - log ref(chosen), c = the same for the rejected answer, D = a - c, all summed over the
-tokens of the answer; s = sigmoid, ls = log sigmoid. B: number of pairs.
+Notation: a = log pi(chosen) - log ref(chosen), c = the same for the rejected answer, summed over the tokens of the
+answer; D = f'(exp a) - f'(exp c), which is a - c for the reverse KL; s = sigmoid, ls = log sigmoid. B: number of pairs.
 
 PAIRED maps the names in recipes to the losses. A new loss is a function and a line in that table, followed by the other
 steps in docs/architecture.md, "Add a loss".
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,7 +15,44 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from .names import SIMPO_GAMMA
+from .names import DISCOPOP_TAU, SIMPO_GAMMA
+
+# ---- f-divergences
+
+
+def reverse_kl(log_ratio: Tensor, alpha: float) -> Tensor:
+    """f'(t) = log t, up to a constant: the divergence of DPO."""
+    return log_ratio
+
+
+def forward_kl(log_ratio: Tensor, alpha: float) -> Tensor:
+    """f'(t) = 1 - 1/t, up to a constant."""
+    return -torch.expm1(-log_ratio)
+
+
+def js_divergence(log_ratio: Tensor, alpha: float) -> Tensor:
+    """f'(t) = log(2t / (1 + t))."""
+    return math.log(2) + logsigmoid(log_ratio)
+
+
+def alpha_divergence(log_ratio: Tensor, alpha: float) -> Tensor:
+    """f'(t) = (t^(alpha - 1) - 1) / (alpha - 1), with the limit log t at alpha = 1."""
+    if abs(alpha - 1) < 1e-6:
+        return log_ratio
+    # the exponent is limited, so that the result is finite in float32
+    return torch.expm1(((alpha - 1) * log_ratio).clamp(max=80.0)) / (alpha - 1)
+
+
+F_DIVERGENCES: dict[str, Callable[[Tensor, float], Tensor]] = {
+    "reverse_kl": reverse_kl,
+    "forward_kl": forward_kl,
+    "js_divergence": js_divergence,
+    "alpha_divergence": alpha_divergence,
+}
+"""Derivatives f'(t) of f-divergences at t = exp(log_ratio), Wang et al. 2023, table 1 (arXiv 2309.16240)."""
+
+
+# ---- pairs
 
 
 @dataclass(frozen=True)
@@ -24,6 +62,8 @@ class Pairs:
     logps: Tensor  # [B, 2] log pi(answer | prompt), summed over its trained tokens
     ref_logps: Tensor  # [B, 2] log ref(answer | prompt); zeros for reference-free losses
     lengths: Tensor  # [B, 2] trained tokens
+    f_divergence: str = "reverse_kl"  # name in F_DIVERGENCES
+    alpha: float = 0.5  # of alpha_divergence
 
     @property
     def log_ratios(self) -> tuple[Tensor, Tensor]:
@@ -32,10 +72,21 @@ class Pairs:
         return a, c
 
     @property
+    def scores(self) -> Tensor:
+        """Scores f'(exp a) and f'(exp c), [B, 2]; with the reverse KL they are the log-ratios."""
+        return F_DIVERGENCES[self.f_divergence](self.logps - self.ref_logps, self.alpha)
+
+    @property
     def margin(self) -> Tensor:
-        """Margin D = a - c of the log-ratios, [B]."""
-        a, c = self.log_ratios
-        return a - c
+        """Margin D of the scores, [B]."""
+        chosen, rejected = self.scores.unbind(1)
+        return chosen - rejected
+
+    @property
+    def mean_margin(self) -> Tensor:
+        """Margin of the scores per token, [B]."""
+        chosen, rejected = (self.scores / self.lengths).unbind(1)
+        return chosen - rejected
 
     @property
     def means(self) -> tuple[Tensor, Tensor]:
@@ -51,6 +102,7 @@ class PairedOptions:
     beta: float = 0.1  # regularization strength (SimPO: reward scale; ORPO: weight of the odds ratio)
     label_smoothing: float = 0.0  # probability e that a preference label is flipped
     simpo_gamma: float = SIMPO_GAMMA  # SimPO's target reward margin
+    discopop_tau: float = DISCOPOP_TAU  # DiscoPOP's temperature
 
 
 def sigmoid(p: Pairs, o: PairedOptions) -> Tensor:
@@ -58,6 +110,19 @@ def sigmoid(p: Pairs, o: PairedOptions) -> Tensor:
     x = o.beta * p.margin
     e = o.label_smoothing
     return -(1 - e) * logsigmoid(x) - e * logsigmoid(-x)
+
+
+def sigmoid_norm(p: Pairs, o: PairedOptions) -> Tensor:
+    """-ls(beta (f'(exp a)/|chosen| - f'(exp c)/|rejected|)): DPO per token, as in Tulu 3, eq. 6 (arXiv 2411.15124)."""
+    return -logsigmoid(o.beta * p.mean_margin)
+
+
+def discopop(p: Pairs, o: PairedOptions) -> Tensor:
+    """-(1-m) ls(x) + m exp(-x), x = beta D, m = s(x / tau): DiscoPOP, Lu et al. 2024, eq. 5 (arXiv 2406.08414)."""
+    x = o.beta * p.margin
+    modulated = x / o.discopop_tau
+    # one exponential, because exp(-x) alone overflows where m is 0
+    return -(-modulated).sigmoid() * logsigmoid(x) + torch.exp(logsigmoid(modulated) - x)
 
 
 def robust(p: Pairs, o: PairedOptions) -> Tensor:
@@ -83,8 +148,7 @@ def hinge(p: Pairs, o: PairedOptions) -> Tensor:
 
 def ipo(p: Pairs, o: PairedOptions) -> Tensor:
     """(a/|chosen| - c/|rejected| - 1/(2 beta))^2: IPO, Azar et al. 2023, eq. 17 (arXiv 2310.12036), length-averaged."""
-    chosen, rejected = ((p.logps - p.ref_logps) / p.lengths).unbind(1)
-    return (chosen - rejected - 1 / (2 * o.beta)) ** 2
+    return (p.mean_margin - 1 / (2 * o.beta)) ** 2
 
 
 def ipo_sum(p: Pairs, o: PairedOptions) -> Tensor:
@@ -149,6 +213,8 @@ def _log_odds(mean_logps: Tensor) -> Tensor:
 
 PAIRED: dict[str, Callable[[Pairs, PairedOptions], Tensor]] = {
     "sigmoid": sigmoid,
+    "sigmoid_norm": sigmoid_norm,
+    "discopop": discopop,
     "ipo": ipo,
     "ipo_sum": ipo_sum,
     "hinge": hinge,

@@ -63,6 +63,8 @@ _ROWS = (
             "exo_pair": "ji2024towards",
             "nca_pair": "chen2024noise",
             "bco_pair": "jung2024binary",
+            "sigmoid_norm": "lambert2024tulu",
+            "discopop": "lu2024discovering",
             "sppo_hard": "wu2024selfplay",
             "apo_zero": "doosterlinck2024anchored",
             "apo_down": "doosterlinck2024anchored",
@@ -74,9 +76,18 @@ _ROWS = (
             "beta": POSITIVE,
             "nll_coef": COEFFICIENT,
             "simpo_gamma": COEFFICIENT,
+            "discopop_tau": POSITIVE,
+            "ld_alpha": FRACTION,
             "precompute_ref_batch_size": COUNT,
+            "ref_model_mixup_alpha": FRACTION,
+            "ref_model_sync_steps": COUNT,
         },
-        rules=(rules.dpo_loss_problems, rules.dpo_smoothing_problems),
+        rules=(
+            rules.dpo_loss_problems,
+            rules.dpo_smoothing_problems,
+            rules.dpo_divergence_problems,
+            rules.reference_sync_problems,
+        ),
         symptoms=_PREFERENCE_SYMPTOMS
         | {
             "chosen_falling": "Set train.nll_coef (0.1 to 5), which keeps the chosen answers likely, and lower"
@@ -98,8 +109,13 @@ _ROWS = (
             "Kawin Ethayarajh and Winnie Xu and Niklas Muennighoff and Dan Jurafsky and Douwe Kiela",
         ),
         loss_papers={"bco": "jung2024binary", "apo_zero_unpaired": "doosterlinck2024anchored"},
-        limits={"beta": POSITIVE, "precompute_ref_batch_size": COUNT},
-        rules=(rules.kto_problems,),
+        limits={
+            "beta": POSITIVE,
+            "precompute_ref_batch_size": COUNT,
+            "ref_model_mixup_alpha": FRACTION,
+            "ref_model_sync_steps": COUNT,
+        },
+        rules=(rules.kto_problems, rules.reference_sync_problems),
         symptoms=_PREFERENCE_SYMPTOMS
         | {
             "chosen_falling": "Lower train.undesirable_weight, which reduces the probability of all answers, and"

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from ..batching.micro_batch import MicroBatch
+from ..batching.sequence_padding import positions_in_sequence
 from ..errors import InputError
-from ..losses.names import SIMPO_GAMMA
+from ..losses.names import DISCOPOP_TAU, SIMPO_GAMMA
 from ..losses.preference import PAIRED, PairedOptions, Pairs, sft
 from ..models.reference import make_reference
 from ..monitoring.symptoms import as_list
@@ -44,6 +45,12 @@ class DPOConfig(ReferenceOptions):
         label_smoothing: Assumed probability of a wrong label, for sigmoid (cDPO), robust (below 0.5) and exo_pair
             (above 0).
         simpo_gamma: Target reward margin of simpo.
+        discopop_tau: Temperature at which discopop mixes its logistic and its exponential part.
+        f_divergence_type: Divergence from the reference that the loss regularizes: reverse_kl, forward_kl,
+            js_divergence or alpha_divergence.
+        f_alpha_divergence_coef: Coefficient alpha of alpha_divergence.
+        ld_alpha: Weight of the tokens of an answer beyond the length of the shorter one (LD-DPO). None means 1.
+        use_weighting: Weight each pair by the probability of its answers under the policy (WPO).
         nll_coef: Weight of the NLL per token of the chosen answer, which keeps its log-probability from falling.
 
     Example:
@@ -71,6 +78,19 @@ class DPOConfig(ReferenceOptions):
         0.0, "Assumed probability of a wrong label, for sigmoid (cDPO), robust (below 0.5) and exo_pair (above 0)."
     )
     simpo_gamma: float = option(SIMPO_GAMMA, "Target reward margin of simpo.")
+    discopop_tau: float = option(
+        DISCOPOP_TAU, "Temperature at which discopop mixes its logistic and its exponential part."
+    )
+    f_divergence_type: str = option(
+        "reverse_kl",
+        "Divergence from the reference that the loss regularizes: reverse_kl, forward_kl, js_divergence or "
+        "alpha_divergence.",
+    )
+    f_alpha_divergence_coef: float = option(0.5, "Coefficient alpha of alpha_divergence.")
+    ld_alpha: float | None = option(
+        None, "Weight of the tokens of an answer beyond the length of the shorter one (LD-DPO). None means 1."
+    )
+    use_weighting: bool = option(False, "Weight each pair by the probability of its answers under the policy (WPO).")
     nll_coef: float = option(
         0.0, "Weight of the NLL per token of the chosen answer, which keeps its log-probability from falling."
     )
@@ -85,6 +105,23 @@ class DPOConfig(ReferenceOptions):
     def uses_reference(self) -> bool:
         """Return whether a loss in `loss_type` uses a reference."""
         return not {*as_list(self.loss_type)} <= REFERENCE_FREE_LOSSES
+
+
+@dataclass(frozen=True)
+class LengthDesensitization:
+    """Weights of tokens in LD-DPO: `alpha` beyond the length of the shorter answer of a pair, 1 before.
+
+    Source: Liu et al. 2024 (arXiv 2409.06411), eq. 10.
+    """
+
+    alpha: float
+
+    def __call__(self, batch: MicroBatch) -> Tensor:
+        """Return the weight of each scored token, [N]."""
+        ones = torch.ones_like(batch.owner, dtype=torch.float32)
+        shared = batch.per_branch(ones).view(-1, 2).amin(1).repeat_interleave(2)
+        is_shared = positions_in_sequence(batch.owner) < shared[batch.owner]
+        return torch.where(is_shared, 1.0, self.alpha)
 
 
 def pair_examples(row: dict[str, Any]) -> list[Example]:
@@ -134,22 +171,26 @@ class DPOTrainer(PostTrainer):
         if ref_model is not None and isinstance(config, DPOConfig) and not config.uses_reference:
             raise InputError(f"ref_model has no effect: {no_reference(as_list(config.loss_type))}. Remove ref_model")
         super().__init__(*args, **kwargs)
-        self.reference = make_reference(self, ref_model) if self.args.uses_reference else None
+        self.token_weights = None if self.args.ld_alpha is None else LengthDesensitization(self.args.ld_alpha)
+        self.reference = None
+        if self.args.uses_reference:
+            self.reference = make_reference(self, ref_model, token_weights=self.token_weights)
 
     def losses(self, model: nn.Module, batch: MicroBatch) -> Losses:
         """Return the loss of each pair, [B]."""
         # Score the reference first, before the policy's activations are kept for the backward pass.
         zeros = torch.zeros_like(batch.row, dtype=torch.float32).view(-1, 2)
         ref_logps = self.reference.logps(model, batch) if self.reference else zeros
-        scores = self.score(model, batch, LogProb(batch.targets))
-        logps = batch.per_branch(scores.value).view(-1, 2)
+        scores = self.score(model, batch, LogProb(batch.targets, collision=self.args.use_weighting))
+        weighted = scores.value if self.token_weights is None else scores.value * self.token_weights(batch)
+        logps = batch.per_branch(weighted).view(-1, 2)
         lengths = batch.per_branch(torch.ones_like(scores.value)).view(-1, 2)
         if self.reference:
             self.reference.check_start(logps, ref_logps, lengths, batch.index)
 
-        pairs = Pairs(logps, ref_logps, lengths)
         args = self.args
-        options = PairedOptions(args.beta, args.label_smoothing, args.simpo_gamma)
+        pairs = Pairs(logps, ref_logps, lengths, args.f_divergence_type, args.f_alpha_divergence_coef)
+        options = PairedOptions(args.beta, args.label_smoothing, args.simpo_gamma, args.discopop_tau)
         weights = args.loss_weights or [1.0] * len(args.loss_type)
         terms = [weight * PAIRED[name](pairs, options) for name, weight in zip(args.loss_type, weights, strict=True)]
         if args.nll_coef:
@@ -157,6 +198,11 @@ class DPOTrainer(PostTrainer):
         predictions = torch.cat([logps, ref_logps], dim=1).detach()
         router_logits = scores.router_logits
         values = torch.stack(terms).sum(0)
+        if args.use_weighting:
+            # Zhou et al. 2024, eq. 2 (arXiv 2406.11827), with the weights relative to those of a sample of the policy
+            collision = scores.stats["log_collision"]  # type: ignore[index]
+            mean_logps = batch.per_branch(scores.value.detach() - collision).view(-1, 2) / lengths
+            values = values * mean_logps.sum(1).exp()
         metrics = self._metrics(Pairs(logps.detach(), ref_logps, lengths))
         return Losses(values, self.weights(batch), metrics, router_logits, predictions, lengths)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..capabilities import Feature, conflict_message
 from ..data.template import parse_template
-from ..losses.names import DIVERGENCES, SIMPO_GAMMA
+from ..losses.names import DISCOPOP_TAU, DIVERGENCES, F_DIVERGENCES, SIMPO_GAMMA
 from ..models.config import TeacherSection
 from ..monitoring.symptoms import as_list
 from ..trainer.limits import MAX_FACTOR, Problem
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 PAIRED_LOSSES = (
     "sigmoid",
+    "sigmoid_norm",
+    "discopop",
     "ipo",
     "ipo_sum",
     "hinge",
@@ -39,6 +41,8 @@ PAIRED_LOSSES = (
     "orpo",
 )
 REFERENCE_FREE_LOSSES = {"sft", "simpo", "orpo"}
+MARGIN_LOSSES = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "ipo_sum", "exo_pair", "robust", "discopop", "sft")
+"""Losses that read the log-ratios only through their difference, so that another f-divergence is defined."""
 SMOOTHED_LOSSES = ("exo_pair", "robust", "sigmoid")
 UNPAIRED_LOSSES = ("kto", "apo_zero_unpaired", "bco")
 POLICY_GRADIENT = "policy_gradient"
@@ -77,12 +81,38 @@ def dpo_loss_problems(values: "DPOConfig") -> Iterator[Problem]:
     # options that the given losses do not read
     if values.simpo_gamma != SIMPO_GAMMA and "simpo" not in names:
         yield ("simpo_gamma", "loss_type"), "simpo_gamma is only valid with loss_type simpo. Remove simpo_gamma"
+    if values.discopop_tau != DISCOPOP_TAU and "discopop" not in names:
+        yield ("discopop_tau", "loss_type"), "discopop_tau is only valid with loss_type discopop. Remove discopop_tau"
     reference_options = [
-        name for name in ("precompute_ref_log_probs", "precompute_ref_batch_size") if getattr(values, name)
+        name
+        for name in ("precompute_ref_log_probs", "precompute_ref_batch_size", "sync_ref_model")
+        if getattr(values, name)
     ]
     if reference_options and {*names} <= REFERENCE_FREE_LOSSES:
         name = reference_options[0]
         yield (name, "loss_type"), f"{name} has no effect: {no_reference(names)}. Remove {name}"
+
+
+def dpo_divergence_problems(values: "DPOConfig") -> Iterator[Problem]:
+    """Yield the problems of the f-divergence, which only some losses of DPO have."""
+    kind = values.f_divergence_type
+    yield from choice_problems("f_divergence_type", kind, F_DIVERGENCES)
+    if kind != "reverse_kl" and (others := [name for name in as_list(values.loss_type) if name not in MARGIN_LOSSES]):
+        problem = f"f_divergence_type={kind!r} is only valid with {', '.join(MARGIN_LOSSES)}"
+        keys = ("f_divergence_type", "loss_type")
+        yield keys, f"{problem}, not with loss_type {others[0]!r}. Remove f_divergence_type"
+    if kind != "alpha_divergence" and values.f_alpha_divergence_coef not in (0.5, 1.0):
+        problem = "f_alpha_divergence_coef is only valid with f_divergence_type: alpha_divergence"
+        yield ("f_alpha_divergence_coef", "f_divergence_type"), f"{problem}. Remove f_alpha_divergence_coef"
+
+
+def reference_sync_problems(values: Any) -> Iterator[Problem]:
+    """Yield the problems of the options that update the reference during training."""
+    if values.sync_ref_model:
+        return
+    for name, default in (("ref_model_mixup_alpha", 0.6), ("ref_model_sync_steps", 512)):
+        if getattr(values, name) != default:
+            yield (name, "sync_ref_model"), f"{name} requires sync_ref_model. Set sync_ref_model: true"
 
 
 def no_reference(losses: Iterable[str]) -> str:

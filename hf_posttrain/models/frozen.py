@@ -91,11 +91,15 @@ def shares_trained_weights(frozen: nn.Module, policy: nn.Module) -> bool:
     return same or any(id(parameter) in trained for parameter in frozen.parameters())
 
 
-def branch_logps(model: nn.Module, batch: MicroBatch) -> Tensor:
+TokenWeights = Callable[[MicroBatch], Tensor]
+"""Function of a batch that returns the weights [N] with which log-probabilities of tokens are summed."""
+
+
+def branch_logps(model: nn.Module, batch: MicroBatch, token_weights: TokenWeights | None = None) -> Tensor:
     """Return the summed log-probabilities of each branch of a batch, without gradient, [B * K]."""
     with torch.no_grad(), forward.eval_mode(model):
         values = forward.score(model, batch, LogProb(batch.targets)).value
-    return batch.per_branch(values)
+    return batch.per_branch(values if token_weights is None else values * token_weights(batch))
 
 
 @dataclass
@@ -111,6 +115,8 @@ class Reference:
     """Returns the batches that are scored one after the other instead of a batch, if they differ."""
     starts_equal: bool
     """Whether the reference is the policy as it was at the start."""
+    token_weights: TokenWeights | None = None
+    """Weights of the tokens in the sums. None: 1."""
     checked: bool = False
     """Whether `check_start` has run."""
 
@@ -135,7 +141,7 @@ class Reference:
         with self.trainer.accelerator.autocast(), self.frozen_model or nullcontext(policy) as model:
             parts = parts or ([batch] if self.split_batch is None else self.split_batch(batch))
             with self.as_reference(forward.unwrap_model(model)):
-                logps = [branch_logps(model, part).view(len(batch.index), -1) for part in parts]
+                logps = [branch_logps(model, part, self.token_weights).view(len(batch.index), -1) for part in parts]
                 return torch.cat(logps, dim=1)
 
     def check_start(self, logps: Tensor, ref_logps: Tensor, lengths: Tensor, rows: Tensor) -> None:

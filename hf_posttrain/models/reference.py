@@ -7,6 +7,7 @@ If the policy continues an adapter, the reference is a frozen copy of that adapt
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import datasets
@@ -14,13 +15,14 @@ import peft
 from torch import Tensor, nn
 
 from ..batching.micro_batch import MicroBatch
-from ..capabilities import Feature
+from ..capabilities import Feature, conflict_message
 from ..data.lengths import planned_epochs
 from ..engines import engine, launch, sharded
 from ..errors import InputError
 from . import adapters, load, score_cache
 from .config import ModelSection
-from .frozen import FrozenModel, Reference, precast_linear_weights, shares_trained_weights
+from .frozen import FrozenModel, Reference, TokenWeights, precast_linear_weights, shares_trained_weights
+from .moving_average import WeightPairs, adapter_pairs, build_average, model_pairs
 
 if TYPE_CHECKING:
     from ..trainer.base import PostTrainer
@@ -34,6 +36,7 @@ def make_reference(
     trainer: "PostTrainer",
     ref_model: nn.Module | str | None,
     split_batch: Callable[..., list[MicroBatch]] | None = None,
+    token_weights: TokenWeights | None = None,
 ) -> Reference:
     """Return the reference of a trainer: the policy as it is now, or `ref_model`.
 
@@ -44,21 +47,25 @@ def make_reference(
         trainer: The trainer.
         ref_model: The reference, its hub name or its folder, or None for the policy as it is now.
         split_batch: Returns the batches that are scored instead of a batch, if they differ.
+        token_weights: Weights of the tokens in the sums of log-probabilities, by default 1.
 
     Raises:
         InputError: If `ref_model` is the policy itself.
     """
     if trainer.reference_per_round:  # the policy scores the rows of a round when the round begins
-        return Reference(trainer, None, None, split_batch, starts_equal=False)
+        return Reference(trainer, None, None, split_batch, starts_equal=False, token_weights=token_weights)
     policy = trainer.model
     accelerator = trainer.accelerator
     option = trainer.args.precompute_ref_log_probs
-    precompute = plans_repeated_passes(trainer) if option is None else option
+    is_average = trainer.args.sync_ref_model
+    if is_average and engine.changes_weights(accelerator):
+        raise InputError(conflict_message(Feature.SYNC_REFERENCE, Feature.SHARDED))
+    precompute = not is_average and plans_repeated_passes(trainer) if option is None else option
 
     # with an adapter the base is loaded already: a new adapter is disabled, a continued one is copied
     as_reference: Callable[[Any], AbstractContextManager[Any]] = nullcontext
     if isinstance(policy, peft.PeftModel) and ref_model is None:
-        as_reference = adapter_reference(policy, trainer.new_adapter) or nullcontext
+        as_reference = adapter_reference(policy, trainer.new_adapter and not is_average) or nullcontext
     by_adapter = as_reference is not nullcontext
 
     # otherwise the reference is a copy of the policy in memory, which is never loaded by name again
@@ -75,12 +82,16 @@ def make_reference(
         frozen_model = FrozenModel(ref_model, accelerator)
     elif (precompute and engine.changes_weights(accelerator)) or not (option or by_adapter):
         # a policy that its engine has yet to shard or cast cannot score for itself
-        copied = precast_linear_weights(sharded.copy_model(policy, accelerator), accelerator)
+        copied = sharded.copy_model(policy, accelerator)
+        copied = copied if is_average else precast_linear_weights(copied, accelerator)
         frozen_model = FrozenModel(copied, accelerator)
     if frozen_model is not None:
         trainer.set_second_models([frozen_model])
 
-    reference = Reference(trainer, as_reference, frozen_model, split_batch, starts_equal=ref_model is None)
+    if is_average:
+        _update_with_policy(trainer, frozen_model, as_reference)
+    starts_equal = ref_model is None
+    reference = Reference(trainer, as_reference, frozen_model, split_batch, starts_equal, token_weights=token_weights)
     if precompute:
         _precompute(trainer, reference)
         if frozen_model is not None and not (option or by_adapter):
@@ -91,6 +102,30 @@ def make_reference(
         if option and not by_adapter:
             reference.as_reference = None
     return reference
+
+
+def _update_with_policy(trainer: "PostTrainer", frozen_model: FrozenModel | None, as_reference: object) -> None:
+    """Add the callback that moves the weights of the reference toward the policy (Gorbatovski et al., 2404.09656).
+
+    Raises:
+        InputError: If the reference does not have all weights of the policy, or their dtype is too coarse.
+    """
+    policy = trainer.model
+    pairs: WeightPairs
+    if frozen_model is not None:
+        pairs = partial(model_pairs, frozen_model.model, policy)
+        count = sum(weight.requires_grad for weight in policy.parameters())
+        if len(pairs()) < count or any(average.shape != weight.shape for average, weight in pairs().values()):
+            raise InputError(
+                "sync_ref_model requires a reference with the weights of the policy. Remove ref_model or sync_ref_model"
+            )
+    else:
+        assert isinstance(as_reference, FrozenAdapterReference)
+        pairs = partial(adapter_pairs, policy, REFERENCE_ADAPTER, as_reference.trained_adapter)
+    args = trainer.args
+    average = build_average("sync_ref_model", pairs, 1 - args.ref_model_mixup_alpha, args.ref_model_sync_steps)
+    trainer.stateful["reference_average"] = average
+    trainer.add_callback(average)
 
 
 def adapter_reference(
@@ -138,6 +173,7 @@ def _precompute(trainer: "PostTrainer", reference: Reference) -> None:
     # a new adapter is disabled, so that the key depends on the base alone
     with_adapter = reference.as_reference is not peft.PeftModel.disable_adapter
     key = [score_cache.model_key(model, with_adapter), trainer.method.name, args.bf16, args.fp16]
+    key += [] if reference.token_weights is None else [repr(reference.token_weights)]
 
     def score(batch: MicroBatch) -> list[dict[str, Any]]:
         return [{"ref_logps": logps} for logps in reference.logps(trainer.model, batch).float().tolist()]

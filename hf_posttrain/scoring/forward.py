@@ -32,7 +32,10 @@ USES_OWN_LOGITS = "scores_by_own_logits"
 
 @dataclass
 class LMHead:
-    """Head of a causal LM, or score layer of a reward model, inside its forward, where its weights are gathered. A scorer receives it."""
+    """Head of a model inside its forward, where its weights are gathered. A scorer receives it.
+
+    It is the language modeling head of a causal LM, or the score layer of a reward model.
+    """
 
     module: nn.Module  # the layer, or an identity if the model's own logits replace the hidden states
     original_forward: Callable[[Tensor], Tensor]
@@ -45,8 +48,9 @@ class LMHead:
             identity = nn.Identity()
             return cls(identity, identity.forward, LogitTransform())
         module = output_layer(model)
-        config = model.config.get_text_config()
-        return cls(module, module.forward, LogitTransform() if is_reward_model(model) else LogitTransform.from_config(config))
+        if is_reward_model(model):
+            return cls(module, module.forward, LogitTransform())
+        return cls(module, module.forward, LogitTransform.from_config(model.config.get_text_config()))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [..., V] of hidden states [..., H], as the model itself computes them.

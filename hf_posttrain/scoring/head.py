@@ -179,10 +179,11 @@ class LogProb:
     temperature: float = 1.0  # divides the logits
     stats: bool = False  # also return `entropy` and `correct` (1 if the target is the argmax)
     vocabulary: int | None = None  # number of existing ids; later logits (padding) count as -inf; None for all
+    collision: bool = False  # also return `log_collision`, the log of the sum of p^2 over the vocabulary
 
     def __call__(self, logits: Tensor, rows: slice, need_grad: bool, buffer: Tensor) -> Tile:
         """Return the Tile of logits [n, V]."""
-        if fused := triton_kernels(logits):
+        if not self.collision and (fused := triton_kernels(logits)):
             size = self.vocabulary or logits.shape[-1]
             out = buffer if need_grad else None
             results = fused.log_prob(logits, self.targets[rows], self.temperature, size, out, self.stats)
@@ -197,12 +198,14 @@ class LogProb:
         value = (target_logits - peak + log_top)[:, 0]
 
         stats = {}
+        if self.collision:
+            stats["log_collision"] = expectation(probs, probs)[:, 0].log()
         if self.stats:
             # relative to the peak, because the difference of two numbers near 20 has no digit of an entropy of 1e-6
             entropy = -log_top - expectation(probs, logits.sub_(peak).clamp_(min=-1e30))  # 0 x -inf would be NaN
             has_best = log_top > 1e-4 - math.log(logits.shape[-1])  # if all logits are equal, no token is the best
             correct = (target_logits >= peak) & has_best
-            stats = {"entropy": entropy[:, 0], "correct": correct[:, 0].float()}
+            stats |= {"entropy": entropy[:, 0], "correct": correct[:, 0].float()}
         if not need_grad:
             return Tile(value, None, stats)
         grad = buffer.neg_().scatter_add_(-1, targets, torch.ones_like(target_logits))  # one-hot - softmax

@@ -121,8 +121,8 @@ def parity_error(
         other_models: Other models for which batches are laid out.
 
     Returns:
-        The mean absolute difference of a token's log-probability, or of a reward. It is infinite if the model does not pass the
-        segments on to its recurrent layers.
+        The mean absolute difference of a token's log-probability, or of a reward. It is infinite if the model does not
+        pass the segments on to its recurrent layers.
     """
     inner = forward.causal_lm(model)
     examples = _check_examples(inner, max_length, vision_inputs)

@@ -18,6 +18,7 @@ from ..errors import InputError
 from ..models import load
 from ..models.config import ModelSection, TeacherSection
 from ..models.frozen import FrozenModel, shares_trained_weights
+from ..models.moving_average import MovingAverage
 from ..models.policy import find_terminal_ids
 from ..scoring import forward
 from ..trainer.interface import TrainerInterface
@@ -26,7 +27,7 @@ from .eos import MergedEOS
 from .inputs import TeacherInputs
 from .local import LocalTeacher
 from .router import TeacherRouter
-from .self_teacher import MovingAverage, build_self_teacher
+from .self_teacher import build_self_teacher
 from .served import ServedTeacher
 from .signal import Teacher
 

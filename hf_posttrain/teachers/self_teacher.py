@@ -1,14 +1,12 @@
 """The student as its own teacher, with its weights at the start of training or with a moving average of them."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import peft
-import torch
-from torch import Tensor, nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from torch import nn
 
 from ..capabilities import Feature, conflict_message
 from ..engines import engine, sharded
@@ -16,6 +14,7 @@ from ..errors import InputError
 from ..models import score_cache
 from ..models.config import TeacherSection
 from ..models.frozen import FrozenModel, precast_linear_weights
+from ..models.moving_average import adapter_pairs, build_average, model_pairs
 from ..models.reference import REFERENCE_ADAPTER, FrozenAdapterReference, adapter_reference
 from ..scoring import forward
 from ..trainer.interface import TrainerInterface
@@ -23,6 +22,10 @@ from .local import LocalTeacher
 
 if TYPE_CHECKING:
     from ..trainer.base import PostTrainer
+
+
+OPTION = "teacher.self: ema"
+"""Option of a moving average, in messages."""
 
 
 class SelfTeacher(LocalTeacher):
@@ -83,45 +86,6 @@ class SelfTeacher(LocalTeacher):
         """Do nothing, because the policy has the weights."""
 
 
-class MovingAverage(TrainerCallback):
-    """Moving average of the weights of the policy, w <- decay w + (1 - decay) policy after each optimizer step.
-
-    Checkpoints store the averages.
-
-    Args:
-        pairs: Function that returns the weights of the teacher and of the policy, by name.
-        decay: Decay of the average.
-    """
-
-    required = True
-
-    def __init__(self, pairs: Callable[[], Mapping[str, tuple[Tensor, Tensor]]], decay: float) -> None:
-        self.pairs = pairs
-        self.decay = decay
-
-    @torch.no_grad()
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Update the averages."""
-        for average, weight in self.pairs().values():
-            average.lerp_(weight.to(average), 1 - self.decay)
-
-    @torch.no_grad()
-    def reset(self) -> None:
-        """Set the averages to the weights of the policy."""
-        for average, weight in self.pairs().values():
-            average.copy_(weight)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return the average of each weight."""
-        return {name: average.detach() for name, (average, _) in self.pairs().items()}
-
-    @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Continue from the averages of a checkpoint."""
-        for name, (average, _) in self.pairs().items():
-            average.copy_(state[name])
-
-
 def build_self_teacher(trainer: "PostTrainer", section: TeacherSection, name: str) -> LocalTeacher:
     """Return the teacher of a section with `self`. Its `average` is the callback that updates a moving average.
 
@@ -144,7 +108,8 @@ def build_self_teacher(trainer: "PostTrainer", section: TeacherSection, name: st
         self_teacher = SelfTeacher(trainer, teacher_context, description)
         if is_average:
             assert isinstance(teacher_context, FrozenAdapterReference)
-            self_teacher.average = _build_average(partial(_adapter_pairs, policy, teacher_context), section.ema)
+            adapters = REFERENCE_ADAPTER, teacher_context.trained_adapter
+            self_teacher.average = build_average(OPTION, partial(adapter_pairs, policy, *adapters), section.ema)
         return self_teacher
 
     model = sharded.copy_model(policy, accelerator)
@@ -153,38 +118,5 @@ def build_self_teacher(trainer: "PostTrainer", section: TeacherSection, name: st
     teacher = LocalTeacher(model, accelerator, section.offload)
     teacher.description = description
     if is_average:
-        teacher.average = _build_average(partial(_weight_pairs, teacher, policy), section.ema)
+        teacher.average = build_average(OPTION, partial(model_pairs, teacher.model, policy), section.ema)
     return teacher
-
-
-def check_average(dtypes: Iterable[torch.dtype]) -> None:
-    """Raise InputError if one of the dtypes of trained weights is too coarse for a moving average."""
-    if low_precision := {str(dtype) for dtype in dtypes} - {"torch.float32", "torch.float64"}:
-        problem = f"an average of {low_precision.pop()} weights does not move"
-        raise InputError(f"teacher.self: ema: {problem}. Set model.dtype: float32")
-
-
-def _build_average(pairs: Callable[[], Mapping[str, tuple[Tensor, Tensor]]], decay: float) -> MovingAverage:
-    """Return the moving average of pairs of weights, after a check of their dtypes."""
-    check_average(average.dtype for average, _ in pairs().values())
-    return MovingAverage(pairs, decay)
-
-
-def _weight_pairs(teacher: LocalTeacher, policy: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return the weights of the teacher and of the policy by name, for all weights that are trained."""
-    policy_weights = dict(forward.unwrap_model(policy).named_parameters())
-    trained = {name for name, weight in policy_weights.items() if weight.requires_grad}
-    return {
-        name: (weight, policy_weights[name]) for name, weight in teacher.model.named_parameters() if name in trained
-    }
-
-
-def _adapter_pairs(policy: nn.Module, reference: FrozenAdapterReference) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return the weights of the frozen copy of the adapter and of the trained adapter, by name."""
-    weights = dict(forward.unwrap_model(policy).named_parameters())
-    copied = {
-        name.replace(f".{REFERENCE_ADAPTER}", f".{reference.trained_adapter}"): weight
-        for name, weight in weights.items()
-        if f".{REFERENCE_ADAPTER}" in name
-    }
-    return {name: (weight, weights[name]) for name, weight in copied.items() if name in weights}
