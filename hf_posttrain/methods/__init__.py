@@ -37,6 +37,7 @@ _ROWS = (
         SUPERVISED,
         "tokens",
         key_metrics={"mean_token_accuracy": "accuracy"},
+        loss_papers={"dft": "wu2025generalization"},
         rules=(rules.sft_problems,),
         sequence_parallel=True,
     ),
@@ -139,7 +140,9 @@ _ROWS = (
             "Haoran Xu and Amr Sharaf and Yunmo Chen and Weiting Tan and Lingfeng Shen and Benjamin Van Durme"
             " and Kenton Murray and Young Jin Kim",
         ),
-        limits={"beta": POSITIVE, "cpo_alpha": COEFFICIENT},
+        loss_papers={"hinge": "zhao2023slic", "ipo": "azar2023general", "simpo": "meng2024simpo"},
+        limits={"beta": POSITIVE, "cpo_alpha": COEFFICIENT, "simpo_gamma": COEFFICIENT},
+        rules=(rules.cpo_problems,),
         symptoms={"label_leak": _PREFERENCE_SYMPTOMS["label_leak"]},
     ),
     Method(

@@ -2,9 +2,10 @@
 
     loss = mean over pairs of  -log s(beta (log pi(chosen) - log pi(rejected))) - cpo_alpha * log pi(chosen) / |chosen|
 
-Log-probabilities are sums over trained tokens. The second term is the mean NLL per token. It keeps the chosen answers
-likely. Source: Xu et al. 2024 (arXiv 2401.08417). The authors' code (ALMA) and TRL average the NLL over all chosen
-tokens of a micro-batch. Here it is the mean of per-pair means, so that each pair has the same weight.
+The first term is that of `loss_type` sigmoid. hinge, ipo and simpo are defined in `losses.preference`, with a reference
+of probability 1. Log-probabilities are sums over trained tokens. The second term is the mean NLL per token. It keeps the
+chosen answers likely. Source: Xu et al. 2024 (arXiv 2401.08417). The authors' code (ALMA) and TRL average the NLL over
+all chosen tokens of a micro-batch. Here it is the mean of per-pair means, so that each pair has the same weight.
 """
 
 from dataclasses import dataclass
@@ -14,7 +15,8 @@ import torch
 from torch import nn
 
 from ..batching.micro_batch import MicroBatch
-from ..losses.preference import PairedOptions, Pairs, sft, sigmoid
+from ..losses.names import SIMPO_GAMMA
+from ..losses.preference import PAIRED, PairedOptions, Pairs, sft
 from ..options import option
 from ..scoring.head import LogProb
 from ..trainer.base import PostTrainer
@@ -33,7 +35,9 @@ class CPOConfig(PostTrainConfig):
     Args:
         learning_rate: Peak learning rate of AdamW.
         disable_dropout: Set all dropout probabilities of the policy to 0.
+        loss_type: Name of the preference loss: sigmoid, hinge, ipo or simpo.
         beta: Scale of the difference of the log-probabilities in the preference loss.
+        simpo_gamma: Target reward margin of simpo.
         cpo_alpha: Weight of the NLL per token of the chosen answer. 0 disables the term.
 
     Example:
@@ -47,7 +51,9 @@ class CPOConfig(PostTrainConfig):
     method: ClassVar = METHODS["cpo"]
     learning_rate: float = option(1e-6, "Peak learning rate of AdamW.")
     disable_dropout: bool = option(True, "Set all dropout probabilities of the policy to 0.")
+    loss_type: str = option("sigmoid", "Name of the preference loss: sigmoid, hinge, ipo or simpo.")
     beta: float = option(0.1, "Scale of the difference of the log-probabilities in the preference loss.")
+    simpo_gamma: float = option(SIMPO_GAMMA, "Target reward margin of simpo.")
     cpo_alpha: float = option(1.0, "Weight of the NLL per token of the chosen answer. 0 disables the term.")
 
 
@@ -88,9 +94,9 @@ class CPOTrainer(PostTrainer):
 
         # DPO with a constant reference: ref_logps = 0.
         pairs = Pairs(logps, torch.zeros_like(logps), lengths)
-        options = PairedOptions(self.args.beta)
+        options = PairedOptions(self.args.beta, simpo_gamma=self.args.simpo_gamma)
         nll = sft(pairs, options)
-        values = sigmoid(pairs, options) + self.args.cpo_alpha * nll
+        values = PAIRED[self.args.loss_type](pairs, options) + self.args.cpo_alpha * nll
 
         predictions = logps.detach()
         chosen_rewards, rejected_rewards = (self.args.beta * predictions).unbind(1)

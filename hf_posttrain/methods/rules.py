@@ -18,6 +18,7 @@ from ..trainer.rules import choice_problems
 
 if TYPE_CHECKING:
     from ..trainer.method_spec import Method
+    from .cpo import CPOConfig
     from .dpo import DPOConfig
     from .kto import KTOConfig
     from .sft import SFTConfig
@@ -44,6 +45,10 @@ REFERENCE_FREE_LOSSES = {"sft", "simpo", "orpo"}
 MARGIN_LOSSES = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "ipo_sum", "exo_pair", "robust", "discopop", "sft")
 """Losses that read the log-ratios only through their difference, so that another f-divergence is defined."""
 SMOOTHED_LOSSES = ("exo_pair", "robust", "sigmoid")
+SUPERVISED_LOSSES = ("nll", "chunked_nll", "dft")
+"""Losses of SFT. TRL computes the head of chunked_nll in chunks, as both losses do here."""
+CONTRASTIVE_LOSSES = ("sigmoid", "hinge", "ipo", "simpo")
+"""Losses of CPO."""
 UNPAIRED_LOSSES = ("kto", "apo_zero_unpaired", "bco")
 POLICY_GRADIENT = "policy_gradient"
 _SAME_PROMPT = "teacher and student would see the same prompt, so there is no training signal"
@@ -51,6 +56,7 @@ _SAME_PROMPT = "teacher and student would see the same prompt, so there is no tr
 
 def sft_problems(values: "SFTConfig") -> Iterator[Problem]:
     """Yield the problems of the options of SFT."""
+    yield from choice_problems("loss_type", values.loss_type, SUPERVISED_LOSSES)
     if values.packing and values.max_length is None:
         yield ("packing", "max_length"), "packing requires max_length. Set it to the length of a packed row"
 
@@ -104,6 +110,13 @@ def dpo_divergence_problems(values: "DPOConfig") -> Iterator[Problem]:
     if kind != "alpha_divergence" and values.f_alpha_divergence_coef not in (0.5, 1.0):
         problem = "f_alpha_divergence_coef is only valid with f_divergence_type: alpha_divergence"
         yield ("f_alpha_divergence_coef", "f_divergence_type"), f"{problem}. Remove f_alpha_divergence_coef"
+
+
+def cpo_problems(values: "CPOConfig") -> Iterator[Problem]:
+    """Yield the problems of the options of CPO."""
+    yield from choice_problems("loss_type", values.loss_type, CONTRASTIVE_LOSSES)
+    if values.simpo_gamma != SIMPO_GAMMA and values.loss_type != "simpo":
+        yield ("simpo_gamma", "loss_type"), "simpo_gamma is only valid with loss_type simpo. Remove simpo_gamma"
 
 
 def reference_sync_problems(values: Any) -> Iterator[Problem]:

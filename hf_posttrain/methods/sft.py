@@ -1,7 +1,9 @@
 """Supervised fine-tuning by the negative log-likelihood of the trained tokens.
 
-    loss = - sum over trained tokens of log pi(token | before) / number of trained tokens
+    loss = - sum over trained tokens of log pi(token | before) / number of trained tokens             (loss_type nll)
+           - sum over trained tokens of sg(pi) log pi / number of trained tokens                      (loss_type dft)
 
+sg stops the gradient. The second loss is dynamic fine-tuning, Wu et al. 2025, eq. 9 (arXiv 2508.05629).
 The trained tokens are the completion of rows with prompt and completion, and all tokens of rows with `text` or
 `messages`. With assistant_only_loss they are the assistant turns of `messages`.
 """
@@ -20,7 +22,7 @@ from ..data.dataset_type import AnyDataset, AnyDatasets
 from ..data.packing import pack
 from ..errors import InputError
 from ..options import option
-from ..scoring.head import LogProb
+from ..scoring.head import LogProb, WeightedLogProb
 from ..scoring.layouts import Branch, Example
 from ..trainer.base import PostTrainer
 from ..trainer.config import PostTrainConfig
@@ -62,6 +64,7 @@ class SFTConfig(SupervisedOptions, PostTrainConfig):
 
     Args:
         learning_rate: Peak learning rate of AdamW.
+        loss_type: Name of the loss: nll (also chunked_nll), or dft, which weights each token by its probability.
         packing: Pack whole examples into rows of max_length tokens by best-fit decreasing. Each example remains a
             separate document for attention.
 
@@ -75,6 +78,9 @@ class SFTConfig(SupervisedOptions, PostTrainConfig):
 
     method: ClassVar = METHODS["sft"]
     learning_rate: float = option(2e-5, "Peak learning rate of AdamW.")
+    loss_type: str = option(
+        "nll", "Name of the loss: nll (also chunked_nll), or dft, which weights each token by its probability."
+    )
     packing: bool = option(
         False,
         "Pack whole examples into rows of max_length tokens by best-fit decreasing. Each example remains a separate "
@@ -199,6 +205,9 @@ class SFTTrainer(PostTrainer):
     def losses(self, model: nn.Module, batch: MicroBatch) -> Losses:
         """Return -log pi of each trained token, [N]."""
         weights = self.weights(batch)
-        scores = self.score(model, batch, LogProb(batch.targets, stats=True), weights)
+        tile = WeightedLogProb if self.args.loss_type == "dft" else LogProb
+        scores = self.score(model, batch, tile(batch.targets, stats=True), weights)
         metrics = {"mean_token_accuracy": (scores.correct, None), "entropy": (scores.entropy, None)}
+        if self.args.loss_type == "dft":
+            metrics["nll"] = (-scores.student, None)
         return Losses(-scores.value, weights, metrics, scores.router_logits)

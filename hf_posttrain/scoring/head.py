@@ -213,6 +213,21 @@ class LogProb:
 
 
 @dataclass(frozen=True)
+class WeightedLogProb(LogProb):
+    """Tile function: value = sg(p) log p for the probability p of the target, where sg stops the gradient.
+
+    The statistic `student` is log p.
+    """
+
+    def __call__(self, logits: Tensor, rows: slice, need_grad: bool, buffer: Tensor) -> Tile:
+        """Return the Tile of logits [n, V]."""
+        tile = super().__call__(logits, rows, need_grad, buffer)
+        probs = tile.value.exp()
+        grad = None if tile.grad is None else tile.grad.mul_(probs[:, None])
+        return Tile(probs * tile.value, grad, tile.stats | {"student": tile.value})
+
+
+@dataclass(frozen=True)
 class Reward:
     """Tile function: value = logits[0], the only output of a score layer."""
 
