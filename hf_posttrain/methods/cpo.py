@@ -3,9 +3,9 @@
     loss = mean over pairs of  -log s(beta (log pi(chosen) - log pi(rejected))) - cpo_alpha * log pi(chosen) / |chosen|
 
 The first term is that of `loss_type` sigmoid. hinge, ipo and simpo are defined in `losses.preference`, with a reference
-of probability 1. Log-probabilities are sums over trained tokens. The second term is the mean NLL per token. It keeps the
-chosen answers likely. Source: Xu et al. 2024 (arXiv 2401.08417). The authors' code (ALMA) and TRL average the NLL over
-all chosen tokens of a micro-batch. Here it is the mean of per-pair means, so that each pair has the same weight.
+of probability 1. Log-probabilities are sums over trained tokens. The second term is the mean NLL per token. It keeps
+the chosen answers likely. Source: Xu et al. 2024 (arXiv 2401.08417). The authors' code (ALMA) and TRL average the NLL
+over all chosen tokens of a micro-batch. Here it is the mean of per-pair means, so that each pair has the same weight.
 """
 
 from dataclasses import dataclass

@@ -1,11 +1,12 @@
 """Raw rows of every kind, so that a test over the table of methods covers a new method without an edit."""
 
-from hf_posttrain.data.row_schema import PREFERENCE, PROMPTS, SUPERVISED, UNPAIRED
+from hf_posttrain.data.row_schema import PREFERENCE, PROMPTS, REWARD_PAIRS, SUPERVISED, UNPAIRED
 from hf_posttrain.methods import METHODS
 
 COLUMNS = {
     SUPERVISED: ("prompt", "completion"),
     PREFERENCE: ("prompt", "chosen", "rejected"),
+    REWARD_PAIRS: ("prompt", "chosen", "rejected"),
     UNPAIRED: ("prompt", "completion", "label"),
     PROMPTS: ("prompt",),
 }
