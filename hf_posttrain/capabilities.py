@@ -30,6 +30,7 @@ class Feature(StrEnum):
     PROMPT_TRAINED = "completion_only_loss: false"
     REFERENCE_CACHE = "precompute_ref_log_probs"
     SYNC_REFERENCE = "sync_ref_model"
+    REWARD_MODEL = "a reward model"
     MISMATCHED_PAIRS = "unpaired preferences"
     # rollouts
     OFF_POLICY = "rollouts of another policy (any source but on_policy)"
@@ -75,6 +76,7 @@ _IDS = "only token ids are sent"
 _BIASED = "the loss is biased on tokens that another policy sampled"
 _CURRENT = "it requires tokens that the current policy sampled"
 _CHUNKS = "the tokens of such a teacher are aligned with the student's by text spans"
+_NO_ANSWERS = "it has no language modeling head, and generates no answers"
 _LENGTH = "the number of rows must be known"
 _OTHER_TEXT = "such a teacher reads another text before the answer"
 _ONE_DOCUMENT = "each row must be one document, and rows are split"
@@ -105,6 +107,8 @@ CONFLICTS: tuple[Conflict, ...] = (
     Conflict(_F.MISMATCHED_PAIRS, _F.STREAM, "each prompt is paired with the answer of another row"),
     Conflict(_F.PREFETCH, _F.ROUNDS, "a round samples all its answers before it trains on them"),
     Conflict(_F.REFERENCE_CACHE, _F.ROUNDS, "the rows of a round are not known before it starts"),
+    Conflict(_F.EXACT_MATCH, _F.REWARD_MODEL, _NO_ANSWERS),
+    Conflict(_F.ROUNDS, _F.REWARD_MODEL, _NO_ANSWERS),
     Conflict(_F.SYNC_REFERENCE, _F.ROUNDS, "rounds.reference determines when it changes"),
     Conflict(_F.REFERENCE_CACHE, _F.SYNC_REFERENCE, "the scores of the first weights would be used throughout"),
     Conflict(

@@ -26,6 +26,7 @@ from ..recipe.sections import Source
 from .metrics import TextMetric, load_metric, load_tasks, measure, run_tasks
 from .results import EVALUATIONS, RESULTS, as_table, results_folder, store_result
 from .resumable_jsonl import ResumableBatches
+from .reward_metrics import reward_metrics
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -122,22 +123,26 @@ def evaluate_model(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     section.chat_template = arguments.chat_template
     metrics = {Path(name).stem: load_metric(name) for name in arguments.metrics}
     tasks = load_tasks(arguments) if arguments.tasks else None
-    from ..models.load import check_model, is_vision_only, load_tokenizer
+    from ..models.load import check_model, is_vision_only, load_tokenizer, with_head
     from .inference import InferenceModel
 
     with error_context(f"the base of {arguments.model}" if section.adapter == arguments.model else "MODEL"):
         config = check_model(section)
         section.images |= arguments.images or is_vision_only(config)
+        section = with_head(section, config)
         tokenizer = load_tokenizer(section)
     if tasks and arguments.apply_chat_template and not tokenizer.chat_template:
         problem = f"--apply_chat_template requires a chat template, which the tokenizer of {arguments.model} lacks"
         raise InputError(f"{problem}. Add --chat_template FILE")
-    rows = read_rows(arguments, tokenizer) if arguments.data else None
+    is_reward_model = section.head == "score"
+    if tasks and is_reward_model:
+        raise InputError(f"{arguments.model} is a reward model, which answers no tasks. Remove --tasks")
+    rows = read_rows(arguments, tokenizer, is_reward_model) if arguments.data else None
     if rows and metrics and not any(row["completion_ids"] for row in rows.prompts):
         problem = f"--metrics requires prompts with an answer to compare with, which {arguments.data} lacks"
         raise InputError(f"{problem}. Remove --metrics")
 
-    inference = InferenceModel(section, arguments.chat_template_kwargs, tokenizer)
+    inference = InferenceModel(section, arguments.chat_template_kwargs, tokenizer, generates=not is_reward_model)
     evaluations = []
     if rows:
         results = {"metrics": evaluate_rows(inference, rows, arguments, metrics), "left_out": rows.left_out}
@@ -226,8 +231,10 @@ class EvaluationRows:
     """Metrics and rows that are left out, with the reason."""
 
 
-def read_rows(arguments: argparse.Namespace, tokenizer: "PreTrainedTokenizerBase") -> EvaluationRows:
-    """Return the rows of --data.
+def read_rows(
+    arguments: argparse.Namespace, tokenizer: "PreTrainedTokenizerBase", is_reward_model: bool = False
+) -> EvaluationRows:
+    """Return the rows of --data. A reward model reads pairs alone.
 
     Raises:
         InputError: For the first invalid row, and for columns that contain nothing to evaluate.
@@ -267,6 +274,12 @@ def read_rows(arguments: argparse.Namespace, tokenizer: "PreTrainedTokenizerBase
     if {"completion", "reference"} <= {*columns}:  # a file that `sample` or `judge` wrote
         problem = "column reference: answers are compared with column completion"
         rows.left_out.append(f"{problem}. Use the file that was sampled from")
+    if is_reward_model:
+        if not format_columns(row_schema.REWARD_PAIRS):
+            problem = f"a reward model requires pairs (prompt, chosen and rejected), not {join_names(columns)}"
+            raise InputError(f"{arguments.data}: {problem}{hint or '. Rename columns with --columns NAME=COLUMN'}")
+        rows.pairs = read(row_schema.REWARD_PAIRS)
+        return rows
     if format_columns(row_schema.PREFERENCE):
         rows.pairs = read(row_schema.PREFERENCE)
         if not {"completion", "output", "completion_ids"} & {*single}:
@@ -311,6 +324,8 @@ def evaluate_rows(
     inference: "InferenceModel", rows: EvaluationRows, arguments: argparse.Namespace, metrics: Mapping[str, TextMetric]
 ) -> dict[str, float]:
     """Return the value of every metric that can be computed from the rows."""
+    if inference.section.head == "score":
+        return reward_metrics(*reward_pairs(inference, rows.pairs, arguments.batch_size))
     values: dict[str, float] = {}
     if rows.scored:
         logps = score_answers(inference, rows.scored, "completion_ids", arguments.batch_size)
@@ -416,6 +431,32 @@ def score_answers(
         problem = "the model's logits are NaN, so that its weights are invalid"
         raise InputError(f"{inference.section.name_or_path}: {problem}. Use another checkpoint")
     return logps
+
+
+def reward_pairs(
+    inference: "InferenceModel", pairs: list[dict[str, Any]], batch_size: int
+) -> tuple[list[float], list[float]]:
+    """Return the rewards of the chosen and of the rejected answers.
+
+    Raises:
+        InputError: For rewards that are NaN or infinite.
+    """
+    from ..scoring.layouts import Prompt
+
+    prompts = [Prompt.from_row(row) for row in pairs]
+
+    def score(numbers: list[int]) -> list[tuple[float, ...]]:
+        """Return the rewards of both answers of the rows with these numbers."""
+        answers = [[pairs[n]["chosen_ids"], pairs[n]["rejected_ids"]] for n in numbers]
+        return inference.rewards([prompts[n] for n in numbers], answers)
+
+    lengths = [len(row["prompt_ids"]) + len(row["chosen_ids"]) + len(row["rejected_ids"]) for row in pairs]
+    rewards = run_in_batches(score, lengths, batch_size, "scoring")
+    if not all(math.isfinite(reward) for pair in rewards for reward in pair):
+        problem = "its rewards are NaN or infinite, so that its weights are invalid"
+        raise InputError(f"{inference.section.name_or_path}: {problem}. Use another checkpoint")
+    chosen, rejected = zip(*rewards, strict=True)
+    return list(chosen), list(rejected)
 
 
 def run_in_batches(

@@ -26,8 +26,8 @@ from ..models.load import check_model, check_tokenizer_fits, load_model, load_to
 from ..models.policy import find_terminal_ids
 from ..recipe.sections import Source
 from ..scoring.forward import enable_scoring, score
-from ..scoring.head import LogProb
-from ..scoring.layouts import Branch, Example, Prompt, collate
+from ..scoring.head import LogProb, Reward
+from ..scoring.layouts import Branch, Example, Prompt, branch_with_reward, collate
 from ..scoring.vision_inputs import VisionInputs
 
 
@@ -39,6 +39,7 @@ class InferenceModel:
         template_kwargs: Options of the chat template, which may change the terminal ids.
         tokenizer: The tokenizer, if it is loaded already.
         device: Device of the model. Defaults to the GPU if there is one.
+        generates: Whether the model generates answers, as a reward model cannot.
 
     Raises:
         InputError: For a model that cannot be loaded.
@@ -50,7 +51,11 @@ class InferenceModel:
         template_kwargs: dict[str, Any] | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         device: torch.device | None = None,
+        generates: bool = True,
     ) -> None:
+        if generates and section.head == "score":
+            problem = f"{section.adapter or section.name_or_path} is a reward model and cannot generate text"
+            raise InputError(f"{problem}. Use a language model")
         self.section = section
         self.device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.tokenizer = tokenizer or load_tokenizer(section)
@@ -115,6 +120,17 @@ class InferenceModel:
             tile = LogProb(batch.targets, temperature, vocabulary=self.vocabulary)
             values = score(self.model, batch, tile).value.float()
         return [values[batch.owner == n].tolist() for n in range(len(answers))]
+
+    def rewards(self, prompts: Sequence[Prompt], answers: Sequence[Sequence[Sequence[int]]]) -> list[tuple[float, ...]]:
+        """Return the rewards of the answers to each prompt."""
+        examples = [
+            Example(prompt, [branch_with_reward(ids) for ids in group], images=prompt.images)
+            for prompt, group in zip(prompts, answers, strict=True)
+        ]
+        batch = collate(examples, "padded", vision_inputs=self.vision).to(self.device)
+        with torch.no_grad():
+            values = score(self.model, batch, Reward()).value.float()
+        return [tuple(values[batch.row[batch.owner] == n].tolist()) for n in range(len(examples))]
 
     def text(self, ids: Sequence[int]) -> str:
         """Decode an answer without special tokens."""

@@ -155,11 +155,13 @@ def section_from_adapter(folder: Path, base: str | None = None) -> ModelSection:
         hint = f"; did you mean '{nested[-1].parent}'?" if nested else ""
         raise InputError(f"{folder} has no adapter ({ADAPTER_CONFIG} and adapter_model.safetensors){hint}")
     try:
-        base_name = base or json.loads(file.read_text(encoding="utf-8"))["base_model_name_or_path"]
-    except (ValueError, KeyError, TypeError):
-        base_name = None
+        config = dict(json.loads(file.read_text(encoding="utf-8")))
+    except (ValueError, TypeError):
+        config = {}
+    base_name = base or config.get("base_model_name_or_path")
     if not base_name:
         raise InputError(f"{file} does not name the base model of the adapter. Set the base model, too")
     if base is None and not Path(base_name).exists() and (relative := folder / base_name).is_dir():
         base_name = str(relative)  # a path relative to the folder of the adapter
-    return ModelSection(base_name, adapter=str(folder), images=any(folder.glob("*processor_config.json")))
+    section_class = RewardModelSection if config.get("task_type") == "SEQ_CLS" else ModelSection
+    return section_class(base_name, adapter=str(folder), images=any(folder.glob("*processor_config.json")))

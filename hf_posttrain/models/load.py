@@ -31,7 +31,7 @@ from ..data.images import attach_image_reader, get_image_reader
 from ..data.lengths import largest_token_id
 from ..errors import InputError, name_hint, path_hint, short_repr
 from .adapters import check_adapter_kind
-from .config import OFFLINE_FIX, ModelSection, has_tokenizer, is_local
+from .config import OFFLINE_FIX, ModelSection, RewardModelSection, has_tokenizer, is_local
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +58,11 @@ def check_model(section: ModelSection) -> PreTrainedConfig:
         )
     with as_input_error("model", name):
         return transformers.AutoConfig.from_pretrained(name, trust_remote_code=section.trust_remote_code)
+
+
+def with_head(section: ModelSection, config: PreTrainedConfig) -> ModelSection:
+    """Return the section as that of a reward model if the model is a sequence classifier."""
+    return RewardModelSection(**vars(section)) if is_classifier(config) else section
 
 
 def is_classifier(config: PreTrainedConfig) -> bool:
@@ -389,7 +394,7 @@ def _check_head(section: ModelSection, config: PreTrainedConfig) -> None:
     name = section.name_or_path
     if section.head == "language":
         if is_classifier(config):
-            fix = "Use a language model, or train it with method rm"
+            fix = "Use a language model"
             raise InputError(f"model {name} is a sequence classifier and cannot generate text. {fix}")
     elif is_classifier(config) and config.num_labels != 1:
         raise InputError(f"model {name} has {config.num_labels} labels. A reward model must have one label")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError, LaunchError, short_repr
 from ..methods import METHODS
-from ..models.config import ModelSection
+from ..models.config import ModelSection, RewardModelSection
 from ..rollouts.options import SAMPLERS
 from ..rounds.config import RoundsSection, expand_rounds
 from ..rounds.judges.config import MODEL_JUDGES
@@ -113,6 +113,8 @@ def read_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
     method = tree.get("method") if isinstance(tree, dict) else None
     sections = build_kwargs(fields_of(Recipe), tree, "", partial(location_of, locations), partial(_suggest_key, method))
     recipe = Recipe(**sections, path=path, locations=locations)
+    if METHODS[recipe.method].head == "score":
+        recipe.model = RewardModelSection(**vars(recipe.model))
 
     def expand_path(name: str, key: str) -> str:
         """Expand the home folder and environment variables."""

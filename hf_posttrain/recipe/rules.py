@@ -272,6 +272,8 @@ def recipe_features(recipe: Recipe, values: OptionValues) -> dict[Feature, str]:
         values: The train section, with its groups built.
     """
     features = {feature: f"train.{option}" for feature, option in option_features(values).items()}
+    if METHODS[recipe.method].head == "score":
+        features[Feature.REWARD_MODEL] = "method"
     if recipe.rounds:
         features |= rounds_features(recipe.rounds)
     if recipe.model.images:

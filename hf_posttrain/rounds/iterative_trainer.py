@@ -78,6 +78,8 @@ def in_rounds(trainer_class: type[PostTrainer], section: RoundsSection | Mapping
     method = trainer_class.method
     if method.second == "teacher":
         raise InputError(conflict_message(Feature.ROUNDS, Feature.TEACHER))
+    if method.head == "score":
+        raise InputError(conflict_message(Feature.ROUNDS, Feature.REWARD_MODEL))
     if section.reference == "round" and method.second != "reference":
         problem = f"rounds.reference: round requires a method with a reference, and {method.name} has none"
         raise InputError(f"{problem}. Remove it")
@@ -106,6 +108,8 @@ def config_for_rounds(args: Any, section: RoundsSection) -> Any:
         raise InputError(f"{problem}. Raise max_length, or lower max_completion_length")
     if getattr(args, "precompute_ref_log_probs", None):
         raise InputError(conflict_message(Feature.REFERENCE_CACHE, Feature.ROUNDS))
+    if getattr(args, "sync_ref_model", False):
+        raise InputError(conflict_message(Feature.SYNC_REFERENCE, Feature.ROUNDS))
     if args.parallelism_config and args.parallelism_config.sp_size > 1:
         raise InputError(conflict_message(Feature.SEQUENCE_PARALLEL, Feature.ROUNDS))
     if hasattr(args, "precompute_ref_log_probs"):

@@ -280,7 +280,10 @@ def problems(values: OptionValues, method: Method) -> Iterator[Problem]:
         yield from limit_problems(limits, values)
         for rule in rules:
             yield from rule(values)
-    yield from conflicts(option_features(values))
+    features = option_features(values)
+    if method.head == "score":
+        features[Feature.REWARD_MODEL] = "method"
+    yield from conflicts(features)
     yield from stop_on_problems(values.stop_on, method)
 
 

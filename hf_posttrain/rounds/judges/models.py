@@ -7,7 +7,7 @@ from typing import Any, Self, TypeAlias
 
 import torch
 from accelerate.utils import send_to_device
-from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...data.chat import ChatTemplate, encode
 from ...data.json_rows import from_rows
@@ -15,7 +15,7 @@ from ...data.prepare import prepare
 from ...data.row_schema import SUPERVISED
 from ...errors import InputError
 from ...models import load
-from ...models.config import ModelSection, section_from_name
+from ...models.config import ModelSection, RewardModelSection, section_from_name
 from ...models.score_cache import weights_key
 from ...scoring.forward import causal_lm, enable_scoring, score
 from ...scoring.head import LogProb
@@ -34,16 +34,16 @@ def check_judge(section: JudgeSection) -> tuple[Any, PreTrainedTokenizerBase]:
     """
     model = section_from_name(str(section.name))
     is_reward_model = section.by == "model"
-    if model.adapter:
+    if model.adapter and not (is_reward_model and model.head == "score"):
         fix = "Merge it into its base first (merge_and_unload of PEFT)"
         raise InputError(f"judge: {section.name} is an adapter. {fix}")
     config = load.check_model(model)
-    if is_reward_model and not load.is_classifier(config):
+    if is_reward_model and not model.adapter and not load.is_classifier(config):
         kind = ", ".join(config.architectures or ()) or "a model of an unknown kind"
         raise InputError(
             f"judge: {section.name} is {kind}. A reward model must be a sequence classifier with one label"
         )
-    if is_reward_model and config.num_labels != 1:
+    if is_reward_model and not model.adapter and config.num_labels != 1:
         raise InputError(f"judge: {section.name} has {config.num_labels} labels. A reward model must have one label")
     if not is_reward_model and load.is_classifier(config):
         raise InputError(
@@ -117,37 +117,42 @@ class ModelJudge:
 
 
 class RewardModel(ModelJudge):
-    """A sequence classifier with one label, whose logit is the score, as saved by RewardTrainer of TRL."""
+    """A sequence classifier with one label, whose logit is the score, as saved by RewardTrainer here and in TRL."""
 
     def load(self) -> PreTrainedModel:
         """Return the classifier, on CPU."""
-        name = str(self.section.name)
-        section = ModelSection(name)
-        config = self.config
-        config.pad_token_id = self.tokenizer.pad_token_id  # with which transformers finds the last token
+        section = RewardModelSection(**vars(section_from_name(str(self.section.name))))
+        model = load.load_model(section, trainable=False, device=self.device)
+        config: Any = causal_lm(model).config
+        config.get_text_config().pad_token_id = self.tokenizer.pad_token_id  # transformers finds the last token by it
         config.use_cache = False  # nothing is generated
-        dtype = load.weights_dtype(section, config, False, self.device)
-        with load.as_input_error("reward model", name):
-            return AutoModelForSequenceClassification.from_pretrained(
-                name, config=config, dtype=dtype, use_safetensors=True, trust_remote_code=False
-            )
+        return model
 
     def tokens(self, questions: Sequence[Question]) -> list[PromptAndAnswer]:
         """Return whole conversations in the reward model's own template, and plain prompts with their answers.
 
+        An answer to a plain prompt ends with the eos, unless it was truncated.
+
         Raises InputError if the template rejects the messages.
         """
         texts = []
+        ends: list[list[int]] = []
+        eos = [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
         for question in questions:
             options = question.template_options or {}
             template = ChatTemplate(self.tokenizer, options.get("tools"), options.get("chat_template_kwargs"))
-            for answer in question.answers:
+            for n, answer in enumerate(question.answers):
                 if isinstance(question.prompt, str) or not self.tokenizer.chat_template:
                     texts.append(f"{question.text}{answer}")
+                    ends.append(eos if not question.stopped or question.stopped[n] else [])
                 else:
                     turns = [*question.prompt, {"role": "assistant", "content": answer}]
                     texts.append(template.render(turns))
-        return [((), ids) for ids in encode(self.tokenizer, texts)]
+                    ends.append([])
+        return [
+            ((), ids if ids[-1:] == end else ids + end)
+            for ids, end in zip(encode(self.tokenizer, texts), ends, strict=True)
+        ]
 
     def score_batch(self, examples: list[PromptAndAnswer]) -> list[float]:
         """Return the logits of the last tokens of a batch that is padded on the right."""
