@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from hf_posttrain import CPOConfig, DPOConfig, KDConfig, OPDConfig, SFTConfig
+from hf_posttrain import CPOConfig, DPOConfig, KDConfig, OPDConfig, RewardConfig, SFTConfig
 from hf_posttrain.capabilities import CONFLICTS, Feature, conflict_message, conflicts, option_features
 from hf_posttrain.errors import InputError
 from hf_posttrain.methods import METHODS
@@ -21,6 +21,7 @@ OPTIONS = {  # feature -> options that select it
     Feature.NEFTUNE: {"neftune_noise_alpha": 5.0},
     Feature.ASSISTANT_ONLY: {"assistant_only_loss": True},
     Feature.PROMPT_TRAINED: {"completion_only_loss": False},
+    Feature.SYNC_REFERENCE: {"sync_ref_model": True},
     Feature.REFERENCE_CACHE: {"precompute_ref_log_probs": True},
     Feature.OFF_POLICY: {"rollouts": {"source": "replay"}},
     Feature.SCORED_EACH_STEP: {"rollouts": {"source": "on_policy"}},
@@ -41,7 +42,7 @@ OPTIONS = {  # feature -> options that select it
     Feature.OWN_PROMPT: {"teacher": {"prompt": "{{ prompt }}!"}},
     Feature.OWN_TOKENIZER: {"teacher": {"tokenizer": "x"}},
 }
-CONFIGS = {"sft": SFTConfig, "dpo": DPOConfig, "cpo": CPOConfig, "kd": KDConfig, "opd": OPDConfig}
+CONFIGS = {"sft": SFTConfig, "dpo": DPOConfig, "cpo": CPOConfig, "rm": RewardConfig, "kd": KDConfig, "opd": OPDConfig}
 PAIRS = [(conflict.first, conflict.second) for conflict in CONFLICTS]
 OF_OPTIONS = [pair for pair in PAIRS if {*pair} <= OPTIONS.keys()]
 ELSEWHERE = {  # features that no option selects, and recipes that do
@@ -51,6 +52,7 @@ ELSEWHERE = {  # features that no option selects, and recipes that do
     Feature.SERVED: {"teacher.url": "http://a:1", "train.loss_type": "policy_gradient"},
     Feature.MOVING_AVERAGE: {"teacher.self": "ema", "teacher.name_or_path": "''", "teacher.prompt": "'{{ prompt }}!'"},
     Feature.ROUNDS: {"rounds": "2"},
+    Feature.REWARD_MODEL: {"method": "rm", "data.eval.path": "rows.jsonl"},
     Feature.MODEL_JUDGE: {"rounds": "{judge: {by: model, name: judge}}"},
 }
 APART = (Feature.PREFETCH, Feature.ROUNDS)
@@ -120,7 +122,7 @@ def test_a_recipe_knows_both_features(pair, tmp_path, monkeypatch):
     overrides = {key: value for name in pair for key, value in ELSEWHERE.get(name, {}).items()}
     if Feature.TEACHER in pair or any(key.startswith("teacher") for key in overrides):
         options |= {"teacher": options.get("teacher", {})}
-    if "rounds" in overrides and "teacher" not in options:
+    if "rounds" in overrides and "teacher" not in options and "method" not in overrides:
         options |= {"beta": 0.1}
     method = next(name for name in ("sft", "dpo", "kd", "opd") if name in methods_with(options))
     if any(key.startswith("train.loss") for key in overrides) or "rollouts" in options:

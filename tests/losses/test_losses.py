@@ -3,15 +3,16 @@
 pi_w = -10, pi_l = -12, ref_w = -11, ref_l = -11.5, so a = 1, c = -0.5, D = 1.5; beta = 0.1, lengths 5 and 6.
 """
 
+import dataclasses
 import math
 
 import pytest
 import torch
 
 from hf_posttrain.losses.divergence import DIVERGENCES, log_softmax, with_tail
-from hf_posttrain.losses.preference import PAIRED, PairedOptions, Pairs
+from hf_posttrain.losses.preference import F_DIVERGENCES, PAIRED, PairedOptions, Pairs
 from hf_posttrain.losses.unpaired import UNPAIRED
-from hf_posttrain.methods.rules import SMOOTHED_LOSSES
+from hf_posttrain.methods.rules import MARGIN_LOSSES, SMOOTHED_LOSSES
 from hf_posttrain.scoring.policy_gradient import SampledPolicyGradient
 
 
@@ -32,12 +33,46 @@ Q = torch.tensor([[0.6, 0.3, 0.1]], dtype=torch.float64)  # student
         ("sigmoid", 0.0, 0.6209570), ("sigmoid", 0.1, 0.6359570), ("robust", 0.1, 0.6022070), ("ipo_sum", 0.0, 12.25),
         ("ipo", 0.0, 22.2469444), ("hinge", 0.0, 0.85), ("apo_zero", 0.0, 0.9625234), ("apo_down", 0.0, 0.9875493),
         ("exo_pair", 0.1, 0.4313885), ("nca_pair", 0.0, 1.3508248), ("bco_pair", 0.0, 1.3128563),
-        ("sppo_hard", 0.0, 36.25), ("sft", 0.0, 2.0),
+        ("sppo_hard", 0.0, 36.25), ("sft", 0.0, 2.0), ("sigmoid_norm", 0.0, 0.6790809), ("discopop", 0.0, 0.8493376),
     ],
 )  # fmt: skip
 def test_paired_losses_have_their_closed_form(name, smoothing, expected):
     value = PAIRED[name](PAIRS, PairedOptions(beta=0.1, label_smoothing=smoothing))
     assert value.item() == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "alpha", "expected"),
+    [
+        ("reverse_kl", 0.5, 0.6209570), ("forward_kl", 0.5, 0.6311544), ("js_divergence", 0.5, 0.6606522),
+        ("alpha_divergence", 0.5, 0.6276909), ("alpha_divergence", 2.0, 0.5931237),
+        ("alpha_divergence", 1.0, 0.6209570),
+    ],
+)  # fmt: skip
+def test_f_divergences_of_dpo(name, alpha, expected):
+    changed = dataclasses.replace(PAIRS, f_divergence=name, alpha=alpha)
+    assert PAIRED["sigmoid"](changed, PairedOptions(beta=0.1)).item() == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", PAIRED)
+def test_losses_that_do_not_read_the_margin_alone_ignore_the_f_divergence(name):
+    """`rules.MARGIN_LOSSES` lists the others, which a Config accepts with another f-divergence."""
+    options = PairedOptions(label_smoothing=0.1)
+    same = torch.equal(
+        PAIRED[name](PAIRS, options), PAIRED[name](dataclasses.replace(PAIRS, f_divergence="forward_kl"), options)
+    )
+    assert same == (name not in MARGIN_LOSSES or name == "sft")
+
+
+@pytest.mark.parametrize("name", F_DIVERGENCES)
+def test_f_divergences_are_finite_with_gradients_at_the_ends(name):
+    ratios = torch.tensor([-1e4, -50.0, 0.0, 50.0], requires_grad=True)
+    values = F_DIVERGENCES[name](ratios, 0.5)
+    assert values[2] == 0
+    if name in ("reverse_kl", "js_divergence"):
+        assert torch.isfinite(values).all()
+        values.sum().backward()
+        assert torch.isfinite(ratios.grad).all()
 
 
 @pytest.mark.parametrize(("name", "beta", "expected"), [("simpo", 2.0, 0.4740770), ("orpo", 0.1, 1.0401135)])

@@ -2,6 +2,7 @@
 
 import torch
 from torch.nn.functional import logsigmoid
+from training_for_tests import as_reward_model
 
 from hf_posttrain.scoring.forward import Scores
 
@@ -45,6 +46,17 @@ def cpo(model, rows, beta=0.1, cpo_alpha=1.0, **_):
     return sum(losses) / len(losses)
 
 
+def rm(model, rows, **_):
+    model.score = as_reward_model(model).score  # its gradient is compared as well
+    losses = []
+    for row in rows:
+        ids = (torch.tensor([row["prompt_ids"] + row[name]]) for name in ("chosen_ids", "rejected_ids"))
+        hidden = (model.base_model(input_ids=part, use_cache=False).last_hidden_state[0, -1] for part in ids)
+        chosen, rejected = (model.score(state)[0] for state in hidden)
+        losses.append(-logsigmoid(chosen - rejected - row["margin"]))
+    return sum(losses) / len(losses)
+
+
 def kto(model, rows, reference, partner, beta=0.1, **_):
     ratio = lambda prompt, answer: logp(model, prompt, answer) - logp(reference, prompt, answer).detach()  # noqa: E731
     with torch.no_grad():
@@ -77,7 +89,7 @@ def opd(model, rows, teacher, rollouts, **_):
     return total / count
 
 
-PLAIN = {"sft": sft, "dpo": dpo, "cpo": cpo, "kto": kto, "kd": kd, "opd": opd}
+PLAIN = {"sft": sft, "dpo": dpo, "cpo": cpo, "rm": rm, "kto": kto, "kd": kd, "opd": opd}
 
 
 def slow_score(model, batch, tile, weights=None, router_logits=False):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from models_for_tests import tiny_model
 from tokenizers_for_tests import byte_tokenizer
-from transformers import TrainerCallback
+from transformers import AutoModelForSequenceClassification, TrainerCallback
 
 from hf_posttrain.generation import rollout
 from hf_posttrain.methods import METHODS as TABLE
@@ -62,7 +62,7 @@ def token_rows(method, count=8, seed=0):
         mask = [1] * len(row["completion_ids"])
         if n % 3 == 0:
             mask[len(mask) // 2] = 0
-        row |= {"completion_mask": mask, "label": n % 3 != 1}
+        row |= {"completion_mask": mask, "label": n % 3 != 1, "margin": (n % 3) / 2}
         rows.append({name: row[name] for name in TABLE[method].rows.columns if name in row})
     return datasets.Dataset.from_list(rows)
 
@@ -73,6 +73,7 @@ def trainer_for(method, model, rows, tmp_path, second=None, eval_rows=None, call
     second: the teacher, or an explicit reference.
     """
     row = TABLE[method]
+    model = as_reward_model(model) if row.head == "score" else model
     peft_config, tokenizer = config.pop("peft_config", None), config.pop("tokenizer", None)
     config = {
         "output_dir": str(tmp_path), "max_steps": 1, "learning_rate": 0.0, "max_grad_norm": 0.0,
@@ -85,6 +86,18 @@ def trainer_for(method, model, rows, tmp_path, second=None, eval_rows=None, call
         model, config_class(row)(**config), None, rows, eval_rows, tokenizer or byte_tokenizer(),
         peft_config=peft_config, callbacks=callbacks, **kwargs,
     )  # fmt: skip
+
+
+def as_reward_model(model):
+    """A sequence classifier with one label on the backbone of a causal LM, with a score layer of a fixed seed."""
+    if "ForSequenceClassification" in type(model).__name__:
+        return model
+    config = copy.deepcopy(model.config)
+    config.num_labels = 1
+    torch.manual_seed(0)
+    reward_model = AutoModelForSequenceClassification.from_config(config).to(model.dtype)
+    setattr(reward_model, reward_model.base_model_prefix, model.base_model)
+    return reward_model.eval()
 
 
 def policy_of(trainer):
