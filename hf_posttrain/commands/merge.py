@@ -6,7 +6,8 @@ The option `merge_lora` does the same at the end of a run.
 import os
 import shutil
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,26 +39,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     section = section_from_adapter(arguments.adapter, arguments.base)
     section.dtype = arguments.dtype
     section.trust_remote_code = arguments.trust_remote_code
-    out = arguments.out.absolute()
-    if os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir())):
-        parser.error(f"OUT: {arguments.out} exists. Set another OUT, or delete the folder")
-
-    unfinished = out.with_name(f".{out.name}.{os.getpid()}")
-    try:
-        unfinished.mkdir(parents=True)
-    except OSError as error:
-        parser.error(f"OUT: {arguments.out} cannot be written ({error.strerror})")
-    try:
-        dtype = merge(section, unfinished)
-        if out.exists():
-            out.rmdir()  # an empty folder
-        unfinished.rename(out)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+    with new_folder(arguments.out) as folder:
+        dtype = merge(section, folder)
     print_output(
         f"wrote {arguments.out}: {section.name_or_path} with the merged adapter {arguments.adapter}, in {dtype}"
     )
     return 0
+
+
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """Yield a temporary folder, which becomes `out` after the block. No folder is left if the block raises an error.
+
+    Raises:
+        InputError: If `out` exists and is not empty, or cannot be written.
+    """
+    absolute = out.absolute()
+    if os.path.lexists(absolute) and not (absolute.is_dir() and not any(absolute.iterdir())):
+        raise InputError(f"OUT: {out} exists. Set another OUT, or delete the folder")
+    unfinished = absolute.with_name(f".{absolute.name}.{os.getpid()}")
+    try:
+        unfinished.mkdir(parents=True)
+    except OSError as error:
+        raise InputError(f"OUT: {out} cannot be written ({error.strerror})") from error
+    try:
+        yield unfinished
+        if absolute.exists():
+            absolute.rmdir()  # an empty folder
+        unfinished.rename(absolute)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def merge(section: ModelSection, folder: Path) -> str:

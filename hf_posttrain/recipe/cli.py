@@ -26,6 +26,7 @@ _EPILOG = """commands:
   hf-posttrain eval MODEL        compute exact match, perplexity, pair accuracy and tasks of lm-eval
   hf-posttrain chat MODEL        talk to a model
   hf-posttrain merge ADAPTER     merge an adapter into its base and save a plain model
+  hf-posttrain prune MODEL       remove layers from a model, for a smaller student
   hf-posttrain compare RUN RUN   compare several runs (their output_dir) on one page
 
 examples:
