@@ -28,8 +28,8 @@ from hf_posttrain.errors import InputError
 from hf_posttrain.generation.completions_client import ServerError
 from hf_posttrain.methods import METHODS, config_class, trainer_class
 from hf_posttrain.models.config import TeacherSection
-from hf_posttrain.teachers.local import LocalTeacher
 from hf_posttrain.models.moving_average import MovingAverage
+from hf_posttrain.teachers.local import LocalTeacher
 from hf_posttrain.trainer import stateful
 
 V = 300
