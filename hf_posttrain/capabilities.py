@@ -29,6 +29,7 @@ class Feature(StrEnum):
     ASSISTANT_ONLY = "assistant_only_loss"
     PROMPT_TRAINED = "completion_only_loss: false"
     REFERENCE_CACHE = "precompute_ref_log_probs"
+    MUON = "optim: muon"
     SYNC_REFERENCE = "sync_ref_model"
     REWARD_MODEL = "a reward model"
     MISMATCHED_PAIRS = "unpaired preferences"
@@ -117,6 +118,7 @@ CONFLICTS: tuple[Conflict, ...] = (
         "the updated weights are not sharded",
         "Use one GPU or DDP, or remove sync_ref_model",
     ),
+    Conflict(_F.MUON, _F.SHARDED, "its update requires whole matrices", "Use one GPU or DDP, or another optimizer"),
     Conflict(_F.SEQUENCE_PARALLEL, _F.ROUNDS, "rows must be known before training"),
     Conflict(_F.ROUNDS, _F.TEACHER, "a method with a teacher does not learn from judged answers"),
     Conflict(_F.PACKING, _F.SEQUENCE_PARALLEL, _ONE_DOCUMENT),
@@ -189,6 +191,7 @@ def option_features(values: OptionValues) -> dict[Feature, str]:
         Feature.ASSISTANT_ONLY: (getattr(values, "assistant_only_loss", False), "assistant_only_loss"),
         Feature.PROMPT_TRAINED: (getattr(values, "completion_only_loss", None) is False, "completion_only_loss"),
         Feature.REFERENCE_CACHE: (getattr(values, "precompute_ref_log_probs", None), "precompute_ref_log_probs"),
+        Feature.MUON: (values.optim == "muon", "optim"),
         Feature.SYNC_REFERENCE: (getattr(values, "sync_ref_model", False), "sync_ref_model"),
         Feature.DATA_SHARE: (lmbda < 1, "lmbda"),
         Feature.NO_ROLLOUTS: (lmbda == 0, "lmbda"),

@@ -50,6 +50,7 @@ from .config import PostTrainConfig, check_arguments, check_optimizer
 from .evaluation import EvaluationMixin
 from .interface import Rows
 from .loss_output import MetricAverager
+from .optimizers import OptimizerMixin
 from .policy import make_policy
 from .preemption import Preemption
 from .saving import SavingMixin
@@ -78,7 +79,7 @@ class TrainerMeta(abc.ABCMeta):
         return super().__call__(*args, **kwargs)
 
 
-class PostTrainer(StepMixin, EvaluationMixin, SavingMixin, ResumeMixin, metaclass=TrainerMeta):
+class PostTrainer(StepMixin, EvaluationMixin, SavingMixin, ResumeMixin, OptimizerMixin, metaclass=TrainerMeta):
     """Base class of the trainers of all methods.
 
     To change a loss, override `losses`, which training and evaluation call. An overridden `compute_loss` only affects
@@ -132,7 +133,9 @@ class PostTrainer(StepMixin, EvaluationMixin, SavingMixin, ResumeMixin, metaclas
         self.start_key = run_fingerprint.start_weights_key(model, peft_config)
         self.second_key: str | None = None
         optimizer = (kwargs.get("optimizers") or [None])[0] or kwargs.get("optimizer_cls_and_kwargs")
-        self.has_custom_optimizer = bool(optimizer) or type(self).create_optimizer is not Trainer.create_optimizer
+        self.has_custom_optimizer = (
+            bool(optimizer) or type(self).create_optimizer is not OptimizerMixin.create_optimizer
+        )
         self.new_adapter = getattr(peft_config, "init_lora_weights", None) in (True, "gaussian")
         self.meters = {"train": MetricAverager(), "eval": MetricAverager()}
         self.throughput = Throughput()

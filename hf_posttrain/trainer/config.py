@@ -10,15 +10,17 @@ from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from functools import cache
-from typing import Any, ClassVar, Self, get_args, get_type_hints
+from typing import Any, ClassVar, Literal, Self, get_args, get_type_hints
 
 import torch
 from torch import nn
 from transformers import Trainer, TrainingArguments, get_scheduler
+from transformers.training_args import OptimizerNames
 from transformers.utils.import_utils import enable_tf32, is_torch_tf32_available
 
+from ..capabilities import Feature, conflict_message
 from ..engines import config_files, sequence
-from ..engines.launch import check_engine
+from ..engines.launch import check_engine, requested_engine
 from ..errors import InputError, name_hint, short_repr
 from ..options import option
 from . import rules
@@ -182,6 +184,16 @@ class PostTrainConfig(TrainingArguments, metaclass=ConfigMeta):
         False, "Answer the prompts greedily in each evaluation, and log eval_exact_match of the final answers."
     )
     eval_max_completion_length: int = option(256, "Maximum number of tokens of an answer for eval_exact_match.")
+    optim: OptimizerNames | Literal["muon"] | str = option(
+        TrainingArguments.__dataclass_fields__["optim"].default,
+        "Optimizer: a name of transformers, or muon, which is torch.optim.Muon for hidden matrices and AdamW for other "
+        "weights.",
+    )
+    learning_rate_factors: dict[str, float] | None = option(
+        None,
+        "Factors of the learning rate by regular expressions that are searched in the names of weights, such as "
+        "{lora_B: 16, embed_tokens: 0.1}. The first match applies.",
+    )
     resume_despite: list[str] | str | None = option(
         None, "Settings that may differ from the run that wrote the checkpoint, by the names in the error message."
     )
@@ -216,7 +228,13 @@ class PostTrainConfig(TrainingArguments, metaclass=ConfigMeta):
             self.greater_is_better = not _LOWER_IS_BETTER.search(self.metric_for_best_model)
         is_default_accelerator_config = self.accelerator_config is None
         config_files.check_deepspeed_sections(self.deepspeed)
+        uses_muon = self.optim == rules.MUON
+        self.optim = "adamw_torch" if uses_muon else self.optim  # TrainingArguments rejects unknown names
         super().__post_init__()
+        if uses_muon:
+            self.optim = rules.MUON
+            if requested_engine(self).sharding_engine:
+                raise InputError(conflict_message(Feature.MUON, Feature.SHARDED))
 
         if self.torch_compile and not self.tf32 and is_torch_tf32_available():
             enable_tf32(False)  # TrainingArguments enables it with torch_compile, for the whole process
@@ -392,6 +410,8 @@ def _check_schedule_and_optimizer(config: PostTrainConfig) -> None:
     except (TypeError, ValueError, ZeroDivisionError) as error:
         problem = str(error).rpartition("() ")[2]
         raise InputError(f"lr_scheduler_type: {kind.value} with lr_scheduler_kwargs: {problem}") from error
+    if config.optim == rules.MUON:
+        return
     try:
         Trainer.get_optimizer_cls_and_kwargs(config)
     except (ImportError, ValueError) as error:

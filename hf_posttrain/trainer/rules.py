@@ -79,6 +79,8 @@ CHECKPOINTING_OPTIONS = {
     "use_reentrant",
 }
 LIGER_HEAD_KERNELS = ("fused_linear_cross_entropy", "cross_entropy")  # replacements of the head by Liger
+MUON = "muon"
+"""Value of `optim` that transformers does not have."""
 NO_OPTIMIZER_STATE = (
     "resume_from_checkpoint cannot be combined with save_only_model, which saves no optimizer state. Remove one of the"
     " two"
