@@ -106,17 +106,18 @@ class ChatTemplate(NamedTuple):
         options = {"continue_final_message": True} if is_prefill else {"add_generation_prompt": True}
         return self.render(prompt, **options)
 
-    def split(self, prompt: Messages, completion: Messages) -> tuple[str, str]:
+    def split(self, prompt: Messages, completion: Messages, to_end: bool = False) -> tuple[str, str]:
         """Return the prompt's text and the completion's text.
 
-        Their concatenation is the rendering of both, up to its last visible character.
+        Their concatenation is the rendering of both, up to its last visible character or, with `to_end`, its end.
 
         Raises:
             InputError: If that rendering does not begin with the prompt's (a template that drops or moves thinking).
         """
         start = self.prompt_text(prompt)
         full = self.render(join_messages(prompt, completion))
-        return start, text_after(start, full).rstrip()
+        rest = text_after(start, full)
+        return start, rest if to_end else rest.rstrip()
 
     def apply(self, messages: Messages, **options: Any) -> Any:
         """Call `tokenizer.apply_chat_template` with a fixed date and with messages in the form that the template reads.
@@ -390,26 +391,14 @@ def turn_end_id(tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, A
     """
     if not tokenizer.chat_template:
         return eos_id(tokenizer)
-    special = special_ids(tokenizer)
-    ends = [i for i in _ids_after_answer(tokenizer, template_kwargs) if i in special]
-    return ends[0] if ends else eos_id(tokenizer)
-
-
-def ids_after_turn_end(tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any] | None = None) -> list[int]:
-    """Return the ids that the template writes after the `turn_end_id` of the last turn, such as a line break."""
-    ids = _ids_after_answer(tokenizer, template_kwargs)
-    end = turn_end_id(tokenizer, template_kwargs)
-    return ids[ids.index(end) + 1 :] if end in ids else []
-
-
-def _ids_after_answer(tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any] | None) -> list[int]:
-    """Return the ids that the template writes after the content of an answer at the end of a conversation."""
     with error_context("chat_template_kwargs"):
         check_reserved_options(template_kwargs or {})
     probe = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": _PROBE}]
     tail = ChatTemplate(tokenizer, None, template_kwargs).render(probe).rpartition(_PROBE)[2]
     check_template_options(tokenizer, template_kwargs or {})
-    return plain_ids(tokenizer, [tail])[0]
+    special = special_ids(tokenizer)
+    ends = [i for i in plain_ids(tokenizer, [tail])[0] if i in special]
+    return ends[0] if ends else eos_id(tokenizer)
 
 
 def mark_turn_end(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -541,7 +530,7 @@ def encode_pairs(
     tokenizer: PreTrainedTokenizerBase,
     prompts: list[str],
     completions: list[str],
-    end_id: int,
+    end_id: int | None,
     alternative_ends: Set[int] = frozenset(),
 ) -> list[tuple[list[int], list[int]]]:
     """Tokenize pairs of a prompt and a completion, in two calls for all pairs.
@@ -553,7 +542,7 @@ def encode_pairs(
         tokenizer: The tokenizer.
         prompts: Text of each prompt.
         completions: Text of each completion, which follows its prompt without a separator.
-        end_id: The id that ends each completion, once.
+        end_id: The id that ends each completion, once. None adds and removes nothing.
         alternative_ends: Ids that may end a completion instead.
 
     Returns:
@@ -568,7 +557,7 @@ def encode_pairs(
         is_ambiguous = head and head[-1] == tokenizer.unk_token_id
         is_prefix = full[: len(head)] == head and not is_ambiguous
         tail = full[len(head) :] if is_prefix else _completion_ids(tokenizer, head, full, completion)
-        pairs.append((head, with_single_end(tokenizer, tail, end_id, alternative_ends)))
+        pairs.append((head, tail if end_id is None else with_single_end(tokenizer, tail, end_id, alternative_ends)))
     return pairs
 
 

@@ -294,8 +294,9 @@ def encode(samples: list[Sample], rows: list[int], tokenizer: PreTrainedTokenize
     alternative_ends = chat.special_ids(tokenizer) if is_chat else frozenset()  # a call may have another end
     prompts = [prompt for prompt, _ in pairs]
     completions = [completion for _, completion in pairs]
-    ids = iter(chat.encode_pairs(tokenizer, prompts, completions, end_id, alternative_ends))
-    tail = chat.ids_after_turn_end(tokenizer, plan.template_kwargs) if is_chat and plan.rows.classified else []
+    # a classifier reads conversations as the template writes them
+    single_end = None if is_chat and plan.rows.classified else end_id
+    ids = iter(chat.encode_pairs(tokenizer, prompts, completions, single_end, alternative_ends))
     encoded = []
     for text in texts:
         id_pairs = [next(ids) for _ in text.branches or [""]]
@@ -303,24 +304,17 @@ def encode(samples: list[Sample], rows: list[int], tokenizer: PreTrainedTokenize
         # an answer that consists of its end alone is empty, so that nothing is trained
         branches = [[] if branch == [end_id] else branch for branch in branches]
         if plan.rows.classified:
-            branches = [_as_classified(branch, end_id, tail, tokenizer.pad_token_id) for branch in branches]
+            branches = [_without_padding(branch, tokenizer.pad_token_id) for branch in branches]
         encoded.append(text._replace(prompt=id_pairs[0][0], branches=branches))
     return encoded
 
 
-def _as_classified(ids: list[int], end_id: int, tail: list[int], pad_id: int | None) -> list[int]:
-    """Return the ids of an answer as a sequence classifier reads them in a batch of whole conversations.
-
-    Args:
-        ids: Ids of the answer, up to the end of the turn.
-        end_id: Id of the end of the turn.
-        tail: Ids that the chat template writes after it.
-        pad_id: Id of the padding. Transformers reads the score at the last other token, also if `pad_id` is the eos.
-    """
-    whole = [*ids, *(tail if ids[-1:] == [end_id] else [])]
-    while whole and whole[-1] == pad_id:
-        whole.pop()
-    return whole
+def _without_padding(ids: list[int], pad_id: int | None) -> list[int]:
+    """Return ids up to the last one that is not `pad_id`, also if it is the eos. Transformers reads the score there."""
+    size = len(ids)
+    while size and ids[size - 1] == pad_id:
+        size -= 1
+    return ids[:size]
 
 
 def teacher_columns(
@@ -395,7 +389,7 @@ def _rendered_text(sample: Sample, tokenizer: PreTrainedTokenizerBase, plan: Pla
         pairs = [(template.prompt_text(sample.prompt), "")]
         conversations = [sample.prompt]
     else:
-        pairs = [template.split(sample.prompt, branch) for branch in sample.branches]
+        pairs = [template.split(sample.prompt, branch, plan.rows.classified) for branch in sample.branches]
         conversations = [chat.join_messages(sample.prompt, branch) for branch in sample.branches]
     unread = {
         part

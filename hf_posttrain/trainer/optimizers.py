@@ -78,7 +78,7 @@ class MuonFactory:
         ]
         # the rate of AdamW fits: matrices are updated by steps of the same root mean square
         options = {"lr": adamw["lr"], "weight_decay": weight_decay, "adjust_lr_fn": "match_rms_adamw"}
-        return MuonAdamW(Muon(hidden, **options | muon), AdamW([g for g in groups if g["params"]] or groups, **adamw))
+        return MuonAdamW(Muon(hidden, **options, **muon), AdamW([g for g in groups if g["params"]] or groups, **adamw))
 
 
 def hidden_matrices(model: nn.Module) -> set[str]:

@@ -16,6 +16,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from hf_posttrain import RewardConfig, RewardTrainer, SFTConfig, SFTTrainer, in_rounds, run
 from hf_posttrain.commands.reward_metrics import reward_metrics
+from hf_posttrain.data.chat import ChatTemplate, encode
 from hf_posttrain.errors import InputError
 from hf_posttrain.rounds.judges import make_judge
 from hf_posttrain.rounds.judges.config import JudgeSection
@@ -93,9 +94,7 @@ def test_rows_are_whole_conversations_as_the_template_writes_them(family, tmp_pa
     prepared = RewardTrainer.prepare(CHATS, tokenizer, RewardConfig(output_dir=str(tmp_path), max_length=None), "train")
     for row, chat in zip(prepared, CHATS, strict=True):
         for name in ("chosen", "rejected"):
-            ids = tokenizer.apply_chat_template(chat["prompt"] + chat[name], tokenize=True, return_dict=True)[
-                "input_ids"
-            ]
+            [ids] = encode(tokenizer, [ChatTemplate(tokenizer).render(chat["prompt"] + chat[name])])
             while ids[-1] == tokenizer.pad_token_id:
                 ids = ids[:-1]
             assert row["prompt_ids"] + row[f"{name}_ids"] == ids
@@ -217,13 +216,8 @@ def test_eval_of_a_reward_model(tmp_path, monkeypatch, capsys):
     expected = reward_metrics(chosen.tolist(), rejected.tolist())
     assert entry["metrics"] == pytest.approx(expected, rel=1e-4)
     Path("texts.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b"}))
-    for arguments, message in (
-        (["--data", "texts.jsonl"], "a reward model requires pairs"),
-        (["--tasks", "arc_easy"], "is a reward model, which answers no tasks"),
-    ):
-        code = run.main(["eval", "rm", *arguments])
-        assert code == 2
-        assert message in capsys.readouterr().err or "lm-eval" in message
+    assert run.main(["eval", "rm", "--data", "texts.jsonl"]) == 2
+    assert "a reward model requires pairs (prompt, chosen and rejected), not" in capsys.readouterr().err
     assert run.main(["sample", "rm", "texts.jsonl", "out.jsonl"]) == 2
     assert "cannot generate text" in capsys.readouterr().err
 
