@@ -211,14 +211,15 @@ def test_eval_of_a_reward_model(tmp_path, monkeypatch, capsys):
     trainer.save_model()
     Path("pairs.jsonl").write_text("\n".join(map(json.dumps, TEXTS)))
     assert run.main(["eval", "rm", "--data", "pairs.jsonl", "--json"]) == 0
-    [entry] = json.loads(capsys.readouterr().out)
+    out = capsys.readouterr().out
+    [entry] = json.loads(out[out.index("[\n") :])
     chosen, rejected = rewards(trainer).double().unbind(1)
     expected = reward_metrics(chosen.tolist(), rejected.tolist())
     assert entry["metrics"] == pytest.approx(expected, rel=1e-4)
     Path("texts.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b"}))
     assert run.main(["eval", "rm", "--data", "texts.jsonl"]) == 2
     assert "a reward model requires pairs (prompt, chosen and rejected), not" in capsys.readouterr().err
-    assert run.main(["sample", "rm", "texts.jsonl", "out.jsonl"]) == 2
+    assert run.main(["sample", "rm", "--data", "texts.jsonl", "--out", "out.jsonl"]) == 2
     assert "cannot generate text" in capsys.readouterr().err
 
 

@@ -5,6 +5,7 @@ from torch.nn.functional import logsigmoid
 from training_for_tests import as_reward_model
 
 from hf_posttrain.scoring.forward import Scores
+from hf_posttrain.scoring.head import Reward
 
 
 def token_logps(model, prompt, answer):
@@ -93,8 +94,11 @@ PLAIN = {"sft": sft, "dpo": dpo, "cpo": cpo, "rm": rm, "kto": kto, "kd": kd, "op
 
 
 def slow_score(model, batch, tile, weights=None, router_logits=False):
-    """What `forward.score` gives of a padded batch with a LogProb: each row alone, through the model's own forward."""
+    """What `forward.score` gives of a padded batch: each row alone, through the model's own forward."""
     rows = []
+    if isinstance(tile, Reward):
+        pairs = zip(batch["input_ids"], batch["attention_mask"].bool(), strict=True)
+        return Scores(value=torch.cat([model(input_ids=ids[real][None]).logits[0] for ids, real in pairs]))
     columns = batch["input_ids"], batch["attention_mask"].bool(), batch["shift_labels"]
     for ids, real, targets in zip(*columns, strict=True):
         logits = model(input_ids=ids[real][None], use_cache=False).logits[0].float() / tile.temperature

@@ -5,6 +5,7 @@ import os
 import random
 
 import datasets
+import peft
 import pytest
 import torch
 from models_for_tests import tiny_model
@@ -91,6 +92,10 @@ def trainer_for(method, model, rows, tmp_path, second=None, eval_rows=None, call
 def as_reward_model(model):
     """A sequence classifier with one label on the backbone of a causal LM, with a score layer of a fixed seed."""
     if "ForSequenceClassification" in type(model).__name__:
+        return model
+    if isinstance(model, peft.PeftModel):
+        model.base_model.model = as_reward_model(model.get_base_model())
+        model.base_model.model.score.requires_grad_(False)
         return model
     config = copy.deepcopy(model.config)
     config.num_labels = 1
