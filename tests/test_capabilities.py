@@ -22,6 +22,7 @@ OPTIONS = {  # feature -> options that select it
     Feature.ASSISTANT_ONLY: {"assistant_only_loss": True},
     Feature.PROMPT_TRAINED: {"completion_only_loss": False},
     Feature.SYNC_REFERENCE: {"sync_ref_model": True},
+    Feature.MUON: {"optim": "muon"},
     Feature.REFERENCE_CACHE: {"precompute_ref_log_probs": True},
     Feature.OFF_POLICY: {"rollouts": {"source": "replay"}},
     Feature.SCORED_EACH_STEP: {"rollouts": {"source": "on_policy"}},

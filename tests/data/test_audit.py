@@ -20,7 +20,7 @@ from training_for_tests import names_where
 from hf_posttrain.data import audit as audit_module
 from hf_posttrain.data.audit import Tally, Truncation, audit_datasets
 from hf_posttrain.data.prepare import prepare, tokenize_dataset
-from hf_posttrain.data.row_schema import PREFERENCE, PROMPTS, SUPERVISED, UNPAIRED
+from hf_posttrain.data.row_schema import PREFERENCE, PROMPTS, REWARD_PAIRS, SUPERVISED, UNPAIRED
 from hf_posttrain.data.sources import _apply_weight
 from hf_posttrain.methods import METHODS, config_class, trainer_class
 
@@ -203,7 +203,7 @@ def test_opd_compares_prompts(audited):
 def test_trained_tokens_are_counted_while_rows_are_tokenised(method, tmp_path):
     """Answers have an end: of 1 and 2 letters, cut to 3 tokens with max_length 4; a pair has that of the longest."""
     kind = METHODS[method].rows
-    trained = {SUPERVISED: [2, 3], PREFERENCE: [4, 3], UNPAIRED: [2, 3], PROMPTS: [0, 0]}[kind]
+    trained = {SUPERVISED: [2, 3], PREFERENCE: [4, 3], REWARD_PAIRS: [4, 3], UNPAIRED: [2, 3], PROMPTS: [0, 0]}[kind]
     answers = [("b", "bbb"), ("b", "bb")] if kind.paired else [("b", ""), ("bbbb", "")]
     rows = datasets.Dataset.from_list([raw_row(kind, "a", *pair) for pair in answers])
     options = {"max_length": 4} if kind in (SUPERVISED, UNPAIRED) else {}

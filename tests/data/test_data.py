@@ -26,7 +26,7 @@ from hf_posttrain.data.formats import detect_format, read_format, unread_columns
 from hf_posttrain.data.lengths import warn_if_too_long
 from hf_posttrain.data.packing import pack
 from hf_posttrain.data.prepare import collect_notes, columns_read
-from hf_posttrain.data.row_schema import PREFERENCE, PROMPTS, SUPERVISED, UNPAIRED
+from hf_posttrain.data.row_schema import PREFERENCE, PROMPTS, REWARD_PAIRS, SUPERVISED, UNPAIRED
 from hf_posttrain.data.sources import load
 from hf_posttrain.errors import InputError
 from hf_posttrain.methods import METHODS
@@ -86,6 +86,7 @@ def test_columns_are_exactly_those_of_the_kind(method):
     columns = {
         SUPERVISED: ["prompt_ids", "completion_ids", "completion_mask", "index"],
         PREFERENCE: ["prompt_ids", "chosen_ids", "rejected_ids", "index"],
+        REWARD_PAIRS: ["prompt_ids", "chosen_ids", "rejected_ids", "margin", "index"],
         UNPAIRED: ["prompt_ids", "completion_ids", "label", "prompt_key", "index"],
         PROMPTS: ["prompt_ids", "completion_ids", "index"],
     }
@@ -312,8 +313,9 @@ def test_an_answer_that_is_too_long_leaves_the_prompt_whole():
 def test_a_prompt_that_is_cut_keeps_its_bos(method):
     row = raw_row(METHODS[method].rows, "0123456789", "a", "b")
     options = {"max_completion_length": 3} if METHODS[method].rows.sampled else {}
+    kind = METHODS[method].rows
     for made in prepare([row], method, tok.bos_tokenizer(), max_length=8, **options):
-        size = 5 if METHODS[method].rows.sampled else 6
+        size = 5 if kind.sampled else 8 - max(len(made[name]) for name in kind.answers)
         assert made["prompt_ids"] == [256, *b"0123456789"[-size + 1 :]]
     assert prepare([row], method, tok.bos_tokenizer(), max_length=2 + len(options), **options)[0]["prompt_ids"] != [256]
 
@@ -1101,7 +1103,7 @@ def test_plain_prompts_as_chat_alongside_messages():
 
 def test_columns_of_another_format_change_nothing():
     row = {"prompt_ids": [1, 2], "completion_ids": [3], "chosen_ids": [4], "rejected_ids": [5], "input_ids": [6, 7]}
-    branches = {SUPERVISED: [[3]], PREFERENCE: [[4], [5]], PROMPTS: [[3]]}
+    branches = {SUPERVISED: [[3]], PREFERENCE: [[4], [5]], REWARD_PAIRS: [[4], [5]], PROMPTS: [[3]]}
     for method in methods_of(*branches):
         sample = read_format(row, detect_format(list(row), METHODS[method]))
         assert (sample.prompt, sample.branches) == ([1, 2], branches[METHODS[method].rows])

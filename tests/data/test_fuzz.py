@@ -30,7 +30,7 @@ from training_for_tests import quick
 from hf_posttrain.data.encode import COMPLETION_TRUNCATED, NO_TARGET, PROMPT_TRUNCATED, VERSION
 from hf_posttrain.data.formats import canonical_name, detect_format
 from hf_posttrain.data.prepare import build_plan, prepare, tokenise
-from hf_posttrain.data.row_schema import PREFERENCE, PROMPTS, SUPERVISED, UNPAIRED
+from hf_posttrain.data.row_schema import PREFERENCE, PROMPTS, REWARD_PAIRS, SUPERVISED, UNPAIRED
 from hf_posttrain.data.sources import load
 from hf_posttrain.errors import InputError, short_repr
 from hf_posttrain.methods import METHODS
@@ -85,6 +85,7 @@ OF_PAIRS = [
 ROWS = {  # of each kind of rows
     SUPERVISED: OF_ANSWERS,
     PREFERENCE: [*OF_PAIRS, (TOKEN_PAIR, {}), (TOKEN_PAIR, {"max_length": 3})],
+    REWARD_PAIRS: [*OF_PAIRS, (TOKEN_PAIR | {"margin": 0.5}, {}), (PAIR | {"margin": 2}, {})],
     UNPAIRED: [
         *OF_PAIRS, ({**PLAIN, "label": True}, {}), ({**PLAIN, "label": False}, CUT), ({**TURNS, "label": 1}, {}),
         ({**TOKENS, "label": 0}, {}), ({**ALPACA, "output": "4", "label": True}, {}),

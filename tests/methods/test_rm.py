@@ -219,7 +219,7 @@ def test_eval_of_a_reward_model(tmp_path, monkeypatch, capsys):
     Path("texts.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b"}))
     assert run.main(["eval", "rm", "--data", "texts.jsonl"]) == 2
     assert "a reward model requires pairs (prompt, chosen and rejected), not" in capsys.readouterr().err
-    assert run.main(["sample", "rm", "--data", "texts.jsonl", "--out", "out.jsonl"]) == 2
+    assert run.main(["sample", "rm", "--prompts", "pairs.jsonl", "--out", "out.jsonl"]) == 2
     assert "cannot generate text" in capsys.readouterr().err
 
 

@@ -120,7 +120,7 @@ def test_a_reward_model_reads_the_whole_conversation_in_its_own_template(reward_
             turns = [*CHAT, {"role": "assistant", "content": answer}]
             ids = tokenizer.apply_chat_template(turns, return_dict=True, return_tensors="pt")["input_ids"]
             assert score == pytest.approx(model(input_ids=ids).logits.item(), abs=1e-5)
-        ids = tokenizer("2+2=4", return_tensors="pt")["input_ids"]
+        ids = tokenizer(f"2+2=4{tokenizer.eos_token}", return_tensors="pt")["input_ids"]
         assert plain == pytest.approx(model(input_ids=ids).logits.item(), abs=1e-5)
     assert len(set(scores)) == 3
 
@@ -180,7 +180,7 @@ def test_a_reward_model_sees_tools_and_reads_a_bos_once(tmp_path):
     options = {"tools": [{"name": "t"}, {"name": "u"}]}
     [(_, chat), (_, plain)] = judge.tokens([Question(CHAT, ["a"], template_options=options), Question("<s>p", ["b"])])
     assert tokenizer.decode(chat) == "<s>2Say hi.a"
-    assert tokenizer.decode(plain) == "<s>pb"
+    assert tokenizer.decode(plain) == "<s>pb</s>"  # an answer that ended
 
 
 def test_a_broken_reward_model_is_told(reward_model, tmp_path):
