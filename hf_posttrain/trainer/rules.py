@@ -5,6 +5,7 @@ Config raises its first problem.
 """
 
 import os
+import re
 from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from importlib.util import find_spec
@@ -18,7 +19,16 @@ from ..data.template import string_boolean_problem
 from ..errors import InputError, name_hint
 from ..monitoring import symptoms
 from ..options import OptionValues
-from .limits import ABOVE_ZERO, COEFFICIENT, COUNT, FRACTION_BELOW_ONE, NOT_NEGATIVE, Limit, Problem
+from .limits import (
+    ABOVE_ZERO,
+    COEFFICIENT,
+    COUNT,
+    FRACTION_BELOW_ONE,
+    MAX_FACTOR,
+    NOT_NEGATIVE,
+    Limit,
+    Problem,
+)
 from .method_spec import Method
 from .option_group import build_groups
 from .renamed_options import RENAMED
@@ -156,6 +166,18 @@ def checkpointing_problems(values: OptionValues) -> Iterator[Problem]:
             yield (name,), f"{name}.every_n_layers must be a whole number from 1 on, not {every!r}"
 
 
+def learning_rate_problems(values: OptionValues) -> Iterator[Problem]:
+    """Yield the problems of the factors of learning rates."""
+    for pattern, factor in (values.learning_rate_factors or {}).items():
+        name = f"learning_rate_factors[{pattern!r}]"
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            yield ("learning_rate_factors",), f"{name} is not a regular expression: {error}"
+        if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 <= factor <= MAX_FACTOR:
+            yield ("learning_rate_factors",), f"{name}={factor!r} must be a number from 0 to 1e6"
+
+
 def liger_problems(values: OptionValues) -> Iterator[Problem]:
     """Yield the problems of Liger's kernels. Its kernels for the head would replace the fused head of this package."""
     if not values.use_liger_kernel:
@@ -273,6 +295,7 @@ def problems(values: OptionValues, method: Method) -> Iterator[Problem]:
     common = (
         value_problems,
         checkpointing_problems,
+        learning_rate_problems,
         liger_problems,
         step_problems,
         best_model_problems,

@@ -62,9 +62,8 @@ def test_layers_are_written_as_ranges():
 
 @pytest.mark.parametrize("name", ["qwen3", "llama", "gemma2", "gpt2", "qwen3_moe"])
 def test_the_kept_layers_are_those_of_the_model(name, capsys):
-    model = save(
-        tiny_model(name, **({"n_layer": 4} if name == "gpt2" else {"num_hidden_layers": 4, "layer_types": None}))
-    )
+    changes = {"n_layer": 4} if name == "gpt2" else {"num_hidden_layers": 4, "layer_types": None}
+    model = save(tiny_model(name, **changes))
     assert run.main(["prune", "model", "out", "--keep_layers", "0,2-3"]) == 0
     assert "wrote out: layers 0, 2-3 of the 4 layers of model" in capsys.readouterr().out
     pruned = AutoModelForCausalLM.from_pretrained("out").eval()

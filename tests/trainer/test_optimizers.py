@@ -74,24 +74,19 @@ def test_learning_rates_of_some_weights(tmp_path):
         "sft", tiny_model(), token_rows("sft"), tmp_path, peft_config=peft.LoraConfig(**LORA), optim="sgd",
         learning_rate_factors=factors, max_steps=1, learning_rate=1e-3, max_grad_norm=0.0,
     )  # fmt: skip
-    before = {
-        name: weight.detach().clone() for name, weight in trainer.model.named_parameters() if weight.requires_grad
-    }
+    trained = {name: weight for name, weight in trainer.model.named_parameters() if weight.requires_grad}
+    before = {name: weight.detach().clone() for name, weight in trained.items()}
     gradients = {}
 
     def keep(args, state, control, model=None, **kwargs):
-        gradients.update(
-            {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.requires_grad}
-        )
+        gradients.update({name: weight.grad.clone() for name, weight in trained.items()})
 
     trainer.callback_handler.callbacks[0].on_pre_optimizer_step = keep
     trainer.train()
-    for name, weight in trainer.model.named_parameters():
-        if weight.requires_grad:
-            factor = 16 if "lora_B" in name else 0.5 if ".layers.0." in name else 1
-            torch.testing.assert_close(
-                before[name] - weight.detach(), 1e-3 * factor * gradients[name], rtol=1e-3, atol=1e-7
-            )
+    for name, weight in trained.items():
+        factor = 16 if "lora_B" in name else 0.5 if ".layers.0." in name else 1
+        expected = 1e-3 * factor * gradients[name]
+        torch.testing.assert_close(before[name] - weight.detach(), expected, rtol=1e-3, atol=1e-7)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +105,7 @@ def test_a_model_without_trained_matrices_has_no_use_for_muon(tmp_path):
     model = tiny_model()
     for name, weight in model.named_parameters():
         weight.requires_grad_("norm" in name)
-    with pytest.raises(InputError, match="optim: muon requires hidden matrices, and none is trained. Use adamw_torch"):
+    with pytest.raises(InputError, match=r"optim: muon requires hidden matrices, and none is trained. Use adamw_torch"):
         trainer_for("sft", model, token_rows("sft"), tmp_path, optim="muon").train()
 
 
