@@ -95,12 +95,11 @@ def _select_layers(config: PreTrainedConfig, total: int, kept: Sequence[int]) ->
     for key, value in list(vars(config).items()):
         if not isinstance(value, list | tuple) or not value:
             continue
-        if len(value) == total:
-            setattr(config, key, [value[number] for number in kept])
-        elif key.endswith(("layers", "idxs", "indices", "ids")) and all(
-            type(n) is int and 0 <= n < total for n in value
-        ):
+        is_sorted = all(type(n) is int for n in value) and [*value] == sorted({*value})
+        if is_sorted and key.endswith(("layers", "idxs", "indices", "ids")) and value[0] >= 0 and value[-1] < total:
             setattr(config, key, [new for new, number in enumerate(kept) if number in value])
+        elif len(value) == total:
+            setattr(config, key, [value[number] for number in kept])
     if isinstance(first := getattr(config, "first_k_dense_replace", None), int):
         config.first_k_dense_replace = sum(number < first for number in kept)  # type: ignore[attr-defined]
     config.num_hidden_layers = len(kept)
@@ -111,11 +110,15 @@ def check_reloaded(model: PreTrainedModel, folder: str) -> None:
 
     This finds configs whose layers differ by rules that `keep_layers` does not know.
     """
-    reloaded = type(model).from_pretrained(folder, dtype=model.dtype, config=copy.deepcopy(model.config)).eval()
+    problem = f"the layers of {type(model).__name__} depend on their numbers in a way that is not supported"
+    error = InputError(f"{problem}. Keep layers at which its pattern of layers repeats, or use another model")
+    try:
+        reloaded = type(model).from_pretrained(folder, dtype=model.dtype, config=copy.deepcopy(model.config)).eval()
+    except RuntimeError as cause:  # weights of other shapes
+        raise error from cause
     vocabulary = model.config.get_text_config().vocab_size
     ids = torch.arange(5, 5 + min(16, vocabulary - 5))[None]
     with torch.no_grad():
         expected, found = (net(input_ids=ids, use_cache=False).logits for net in (model.eval(), reloaded))
     if not torch.equal(expected, found):
-        problem = f"the layers of {type(model).__name__} depend on their numbers in a way that is not supported"
-        raise InputError(f"{problem}. Keep layers at which its pattern of layers repeats, or use another model")
+        raise error

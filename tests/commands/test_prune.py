@@ -24,6 +24,15 @@ def save(model, folder="model"):
     return model
 
 
+def deep(name, layers):
+    """A tiny model with this number of layers."""
+    changes = {"num_hidden_layers": layers}
+    if name in ("qwen3", "gemma2", "qwen3_moe"):
+        kinds = ["sliding_attention", "full_attention"] if name == "gemma2" else ["full_attention"]
+        changes["layer_types"] = (kinds * layers)[:layers]
+    return tiny_model(name, **({"n_layer": layers} if name == "gpt2" else changes))
+
+
 @pytest.fixture(autouse=True)
 def home(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -62,8 +71,7 @@ def test_layers_are_written_as_ranges():
 
 @pytest.mark.parametrize("name", ["qwen3", "llama", "gemma2", "gpt2", "qwen3_moe"])
 def test_the_kept_layers_are_those_of_the_model(name, capsys):
-    changes = {"n_layer": 4} if name == "gpt2" else {"num_hidden_layers": 4, "layer_types": None}
-    model = save(tiny_model(name, **changes))
+    model = save(deep(name, 4))
     assert run.main(["prune", "model", "out", "--keep_layers", "0,2-3"]) == 0
     assert "wrote out: layers 0, 2-3 of the 4 layers of model" in capsys.readouterr().out
     pruned = AutoModelForCausalLM.from_pretrained("out").eval()
@@ -104,7 +112,7 @@ def test_kinds_of_layers_stay_with_their_layers():
 
 def test_layers_with_the_least_influence_are_removed(capsys):
     """The second layer adds nothing to its input."""
-    model = tiny_model(num_hidden_layers=3, layer_types=None)
+    model = deep("qwen3", 3)
     layer = model.get_decoder().layers[1]
     with torch.no_grad():
         layer.self_attn.o_proj.weight.zero_()
@@ -122,7 +130,7 @@ def test_layers_with_the_least_influence_are_removed(capsys):
 
 def test_a_model_whose_layers_follow_another_rule_is_not_saved(capsys, monkeypatch):
     """The saved model is compared with the one in memory."""
-    save(tiny_model(num_hidden_layers=3, layer_types=None))
+    save(deep("qwen3", 3))
     monkeypatch.setattr("hf_posttrain.models.prune.torch.equal", lambda *tensors: False)
     assert run.main(["prune", "model", "out", "--keep_layers", "2"]) == 2
     assert "depend on their numbers in a way that is not supported" in capsys.readouterr().err
@@ -139,7 +147,7 @@ def test_a_model_whose_layers_follow_another_rule_is_not_saved(capsys, monkeypat
     ],
 )
 def test_mistakes_are_told(arguments, message, capsys):
-    save(tiny_model(num_hidden_layers=3, layer_types=None))
+    save(deep("qwen3", 3))
     assert run.main(["prune", *arguments]) == 2
     assert message in capsys.readouterr().err
 
