@@ -87,6 +87,28 @@ def with_tail(top: Tensor) -> Tensor:
     return torch.cat([top, tail], dim=-1)
 
 
+def generalized_kl(student: Tensor, teacher: Tensor) -> Tensor:
+    """D(p, q) = sum p (ln p - ln q) - p + q: forward KL of the log-probabilities of K tokens, [N, K] -> [N].
+
+    The probabilities need not sum to 1. Each token contributes at least 0, and exactly 0 where q = p, so that the sum
+    over a part of the vocabulary is a lower bound of `forward_kl`. For distributions both are equal (I-divergence,
+    Csiszar 1991, doi 10.1214/aos/1176348385).
+    """
+    return forward_kl(student, teacher) - teacher.exp().sum(-1) + student.exp().sum(-1)
+
+
+def generalized_reverse_kl(student: Tensor, teacher: Tensor) -> Tensor:
+    """D(q, p) = sum q (ln q - ln p) - q + p: reverse KL of the log-probabilities of K tokens, [N, K] -> [N]."""
+    return generalized_kl(teacher, student)
+
+
+GENERALIZED: dict[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]] = {
+    forward_kl: generalized_kl,
+    reverse_kl: generalized_reverse_kl,
+}
+"""Divergences of K tokens whose probabilities need not sum to 1, by the divergence of distributions."""
+
+
 def _mix(first: Tensor, second: Tensor, weight: float) -> Tensor:
     """Return ln(weight e^first + (1 - weight) e^second) of log-probabilities `first` and `second`, [N, V]."""
     return torch.logaddexp(_finite(first) + math.log(weight), _finite(second) + math.log1p(-weight))

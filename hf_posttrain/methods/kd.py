@@ -108,9 +108,10 @@ class KDTrainer(DistillationTrainer):
     def build_objective(self) -> Divergence:
         """Return the divergence, mixed with the cross-entropy of the data."""
         args = self.args
-        request = self.request("dense", args.teacher.top_k)
+        options = args.teacher
+        request = self.request("dense", options.top_k)
         function = divergence_function(args.divergence, args.beta)
-        return Divergence(function, request, ce_coef=1 - args.kd_coef)
+        return Divergence(function, request, ce_coef=1 - args.kd_coef, top_k_remainder=options.top_k_remainder)
 
     @staticmethod
     def examples(row: dict[str, Any]) -> list[Example]:

@@ -54,7 +54,7 @@ class Divergence:
     request: Request
     ce_coef: float = 0.0  # weight of the cross-entropy of the targets in the loss
     on_policy: bool = False  # the targets were sampled from the student
-    unbiased_remainder: bool = False  # estimate the tail outside the top k without bias, from the sampled token
+    top_k_remainder: str = "tail"  # see `TeacherOptions`
 
     def tile(self, signal: TeacherSignal, batch: DistillationBatch) -> TileFunction:
         """Return the tile function of a batch."""
@@ -70,12 +70,13 @@ class Divergence:
             tile = teacher_tiles.dense_divergence(self.function, signal.logits, tokens, request.temperature, ce_coef)
         elif isinstance(signal, TopK):
             top = signal.ids, signal.logps, tokens, request.temperature, request.vocabulary
-            if self.unbiased_remainder:
+            if self.top_k_remainder == "residual":
                 assert signal.targets is not None, "the residual estimate requires the sampled tokens"
                 assert self.ce_coef == 0, "the residual estimate has no cross-entropy"
                 tile = residual_reverse_kl(*top, teacher=signal.targets)
             else:
-                tile = top_k_divergence(self.function, *top, ce_coef=ce_coef, teacher=signal.targets)
+                tail = self.top_k_remainder == "tail"
+                tile = top_k_divergence(self.function, *top, ce_coef=ce_coef, teacher=signal.targets, tail=tail)
         else:
             raise InputError(f"the loss requires a distribution of the teacher, not a {type(signal).__name__} signal")
         tile = request.eos.wrap(tile)

@@ -240,9 +240,8 @@ class OPDTrainer(DistillationTrainer, OnPolicyInterface):
         if self.args.loss_type == POLICY_GRADIENT:
             return PolicyGradient(self.request("sampled", options.top_k))
         function = divergence_function(self.args.loss_type, self.args.beta)
-        unbiased = options.top_k_remainder == "residual"
         request = self.request("dense", options.top_k)
-        return Divergence(function, request, on_policy=True, unbiased_remainder=unbiased)
+        return Divergence(function, request, on_policy=True, top_k_remainder=options.top_k_remainder)
 
     def finish_metrics(self, stage: str, metrics: dict[str, float]) -> dict[str, float]:
         """Add perplexities to the metrics. The first training log also logs a recommendation for `rollouts`."""

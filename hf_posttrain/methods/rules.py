@@ -47,6 +47,8 @@ MARGIN_LOSSES = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "ipo_sum", "exo_pair
 SMOOTHED_LOSSES = ("exo_pair", "robust", "sigmoid")
 SUPERVISED_LOSSES = ("nll", "chunked_nll", "dft")
 """Losses of SFT. TRL computes the head of chunked_nll in chunks, as both losses do here."""
+REMAINDERS = {"residual": ("reverse_kl",), "generalized": ("forward_kl", "reverse_kl")}
+"""Treatments of the tokens outside the teacher's top k, each with its divergences. `tail` is valid with all."""
 CONTRASTIVE_LOSSES = ("sigmoid", "hinge", "ipo", "simpo")
 """Losses of CPO."""
 UNPAIRED_LOSSES = ("kto", "apo_zero_unpaired", "bco")
@@ -165,9 +167,11 @@ def kd_problems(values: Any) -> Iterator[Problem]:
     """Yield the problems of the options of KD."""
     yield from choice_problems("divergence", values.divergence, DIVERGENCES)
     yield from _divergence_problems("divergence", values)
-    if values.teacher.top_k_remainder != "tail":
-        problem = f"teacher.top_k_remainder={values.teacher.top_k_remainder!r} is only valid with method opd. Set tail"
+    if values.teacher.top_k_remainder == "residual":
+        problem = "teacher.top_k_remainder='residual' is only valid with method opd. Set tail"
         yield ("teacher.top_k_remainder", "teacher"), problem
+    else:
+        yield from _top_k_problems("divergence", values)
 
 
 def teacher_option_problems(values: Any) -> Iterator[Problem]:
@@ -332,7 +336,7 @@ def opd_problems(values: Any) -> Iterator[Problem]:
 def opd_token_problems(values: Any) -> Iterator[Problem]:
     """Yield the problems of the options of OPD about trained tokens, the teacher's top tokens and token weights."""
     yield from _train_max_tokens_problems(values)
-    yield from _top_k_problems(values)
+    yield from _top_k_problems("loss_type", values)
     weights = values.token_weights
     if weights is not None and weights.requires_advantage and values.loss_type != POLICY_GRADIENT:
         problem = f"token_weights: {weights.kind} requires loss_type policy_gradient. Set loss_type: policy_gradient"
@@ -357,19 +361,22 @@ def _train_max_tokens_problems(values: Any) -> Iterator[Problem]:
         yield keys, problem
 
 
-def _top_k_problems(values: Any) -> Iterator[Problem]:
-    """Yield the problems of teacher.top_k_remainder."""
+def _top_k_problems(key: str, values: Any) -> Iterator[Problem]:
+    """Yield the problems of teacher.top_k_remainder with the divergence that the option `key` names."""
     options = values.teacher
     keys = "teacher.top_k_remainder", "teacher"
-    yield from choice_problems("teacher.top_k_remainder", options.top_k_remainder, ("residual", "tail"))
-    if options.top_k is None and options.top_k_remainder != "tail":
+    remainder = options.top_k_remainder
+    divergence = getattr(values, key)
+    yield from choice_problems("teacher.top_k_remainder", remainder, ("tail", *REMAINDERS))
+    if options.top_k is None and remainder != "tail":
         yield (
             keys,
             "teacher.top_k_remainder requires teacher.top_k. Set teacher.top_k, or remove teacher.top_k_remainder",
         )
-    elif options.top_k_remainder == "residual" and values.loss_type != "reverse_kl":
-        problem = f"top_k_remainder: residual is only valid with loss_type reverse_kl, not {values.loss_type}"
-        yield (*keys, "loss_type"), f"teacher.{problem}. Set tail"
+    elif remainder in REMAINDERS and divergence not in REMAINDERS[remainder]:
+        valid = " or ".join(REMAINDERS[remainder])
+        problem = f"teacher.top_k_remainder: {remainder} is only valid with {key} {valid}, not {divergence}"
+        yield (*keys, key), f"{problem}. Set tail"
 
 
 def opd_reward_problems(values: Any) -> Iterator[Problem]:

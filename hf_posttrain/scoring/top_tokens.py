@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..losses.divergence import log_softmax, with_tail
+from ..losses.divergence import GENERALIZED, log_softmax, with_tail
 from .head import Tile, TileFunction
 from .teacher_tiles import at_temperature, autograd_tile, with_cross_entropy
 
@@ -44,10 +44,12 @@ def top_k_divergence(
     *,
     ce_coef: float = 0.0,
     teacher: Tensor | None = None,
+    tail: bool = True,
 ) -> TileFunction:
     """Return the tile function of a divergence in which all tokens outside the teacher's top K count as one token.
 
-    It is a lower bound of the divergence over all tokens, and never below 0.
+    It is a lower bound of the divergence over all tokens, and never below 0. So is the generalized KL of the top K
+    tokens alone, which is not larger.
 
     Args:
         function: Divergence of (student, teacher) log-probabilities [n, K+1] -> [n].
@@ -58,14 +60,19 @@ def top_k_divergence(
         vocabulary: Number of ids that both models have.
         ce_coef: See `with_cross_entropy`.
         teacher: The teacher's log-probabilities of the targets, [N].
+        tail: Whether to count the other tokens as one token. If false, they are ignored, and `function` must be
+            `forward_kl` or `reverse_kl`, whose generalized form is used.
 
     Returns:
         The tile function, with the statistic `divergence`, and with `teacher` also `student` and `teacher`.
     """
 
+    def of_top(student: Tensor, teacher: Tensor) -> Tensor:
+        return function(with_tail(student), with_tail(teacher)) if tail else GENERALIZED[function](student, teacher)
+
     def value(logits: Tensor, rows: slice) -> tuple[Tensor, dict[str, Tensor]]:
         q = log_softmax(at_temperature(logits[:, :vocabulary], temperature))
-        total = function(with_tail(q.gather(-1, ids[rows])), with_tail(logps[rows]))
+        total = of_top(q.gather(-1, ids[rows]), logps[rows])
         target = targets[rows, None]
         stats = {"divergence": total}
         if teacher is not None:

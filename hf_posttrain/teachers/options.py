@@ -26,7 +26,8 @@ class TeacherOptions(OptionKind):
     top_k_remainder: str = option(
         "tail",
         "Treatment of the tokens outside top_k: tail counts them as one token, which gives a lower bound of the "
-        "divergence; residual estimates their part of reverse_kl on rollouts from the sampled token, without bias.",
+        "divergence; residual estimates their part of reverse_kl on rollouts from the sampled token, without bias; "
+        "generalized ignores them, and compares the others by the generalized forward_kl or reverse_kl.",
     )
     precompute: bool = option(
         False,

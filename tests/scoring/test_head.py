@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from training_for_tests import quick
 
-from hf_posttrain.losses.divergence import DIVERGENCES, reverse_kl, with_tail
+from hf_posttrain.losses.divergence import DIVERGENCES, GENERALIZED, reverse_kl, with_tail
 from hf_posttrain.methods import opd_diagnostics
 from hf_posttrain.scoring import head as H
 from hf_posttrain.scoring import teacher_tiles as distill
@@ -308,6 +308,11 @@ def tile_functions(targets, teacher, vocabulary):
         top_k_divergence(divergence_function("forward_kl", None), ids, top.float(), targets, 1.0, vocabulary),
         lambda z: divergence_function("forward_kl", None)(with_tail(logp(z).gather(-1, ids)), with_tail(top)),
     )
+    for function, generalized in GENERALIZED.items():
+        found[f"{generalized.__name__} of top 64"] = (
+            top_k_divergence(function, ids, top.float(), targets, 1.0, vocabulary, tail=False),
+            lambda z, generalized=generalized: generalized(logp(z).gather(-1, ids), top),
+        )
     for name in ("forward_kl", "reverse_kl", "jsd"):
         function = divergence_function(name, None)
         found[f"{name} at 0.7"] = (

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_posttrain.losses.divergence import DIVERGENCES, reverse_kl
+from hf_posttrain.losses.divergence import DIVERGENCES, GENERALIZED, reverse_kl
 from hf_posttrain.scoring import head as H
 from hf_posttrain.scoring.top_tokens import TopTokens, residual_reverse_kl, top_k_divergence
 
@@ -78,3 +78,47 @@ def test_the_tail_is_one_outcome_of_both_models(name, k, given):
     torch.testing.assert_close(stats["teacher"], p.gather(-1, targets[:, None])[:, 0])
     assert (values >= 0).all()
     assert (values <= DIVERGENCES[name](q, p) + 1e-9).all()
+
+
+@pytest.mark.parametrize("k", [1, 4, 12])
+@pytest.mark.parametrize("name", ["forward_kl", "reverse_kl"])
+def test_the_generalized_kl_is_a_bound_below_the_tail_and_least_at_the_teacher(name, k, given):
+    hidden, weight, q, theirs = given
+    p, targets = torch.log_softmax(theirs / T, -1), torch.tensor([3, 0, 11, 5, 7])
+    divergence = DIVERGENCES[name]
+
+    def generalized(*args, **kwargs):
+        return top_k_divergence(*args, **kwargs, tail=False)
+
+    values, stats = scored(generalized, hidden, weight, theirs, k, targets, divergence)
+    best = p.argsort(-1, descending=True)[:, :k]
+    (first, second) = (p, q) if name == "forward_kl" else (q, p)
+    first, second = first.gather(-1, best), second.gather(-1, best)
+    expected = (first.exp() * (first - second) - first.exp() + second.exp()).sum(-1)
+    torch.testing.assert_close(values, expected, atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(stats["divergence"], expected.detach(), atol=1e-12, rtol=1e-12)
+    found = torch.autograd.grad(values.sum(), (hidden, weight), retain_graph=True)
+    for one, other in zip(found, torch.autograd.grad(expected.sum(), (hidden, weight), retain_graph=True), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-12, rtol=1e-12)
+
+    tail, _ = scored(top_k_divergence, hidden, weight, theirs, k, targets, divergence)
+    full = divergence(q, p)
+    assert (values > 0).all()
+    assert (values <= tail + 1e-6).all()  # the tail has at least a probability of 1e-7
+    assert (values <= full + 1e-12).all()
+    if k == V:
+        torch.testing.assert_close(values, full, atol=1e-12, rtol=1e-12)
+
+    own = (hidden @ weight.T).detach()  # the teacher is the student: value and gradient are 0
+    values, _ = scored(generalized, hidden, weight, own, k, targets, divergence)
+    assert values.abs().max() < 1e-12
+    assert torch.autograd.grad(values.sum(), weight)[0].abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("name", GENERALIZED.values(), ids=lambda f: f.__name__)
+def test_the_generalized_kl_is_finite_for_probabilities_of_0(name):
+    student = torch.tensor([[-0.5, float("-inf"), -1.0]], requires_grad=True)
+    teacher = torch.tensor([[-0.1, -3.0, float("-inf")]])
+    value = name(student, teacher)
+    assert value.isfinite().all()
+    assert (value > 0).all()

@@ -16,6 +16,7 @@ WAYS = {
     "residual": ("opd", {"teacher": {"top_k": 20, "top_k_remainder": "residual"}}),
     "kd, all": ("kd", {"teacher": {"top_k": V}}),
     "kd, top 20": ("kd", {"teacher": {"top_k": 20}}),
+    "kd, generalized": ("kd", {"teacher": {"top_k": 20, "top_k_remainder": "generalized"}}),
     "kd, from the cache": ("kd", {"teacher": {"top_k": 20, "precompute": True}}),
 }
 

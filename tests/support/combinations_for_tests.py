@@ -198,7 +198,7 @@ DISTILLED = {"temperature": [1.0, 0.7, 2], "beta": [0.5, None]}
 GROUPS = {  # group -> its options with their usual values
     "teacher": {
         "top_k": [1, 5, 300, None], "merge_eos": [True, False], "precompute": [True, False],
-        "top_k_remainder": ["tail", "residual"],
+        "top_k_remainder": ["tail", "residual", "generalized"],
     },
     "rollouts": {
         "source": ["on_policy", "frozen", "replay"], "train_max_tokens": [2, {"from": 1, "to": 4, "steps": 3}],

@@ -93,6 +93,7 @@ for divergence in DIVERGENCES:
     _vary("opd", f"{divergence}-top_k", {"loss_type": divergence, "teacher": {"top_k": 8}})
 _vary("kd", "temperature", {"temperature": 0.7, "kd_coef": 1.0})
 _vary("kd", "cached_top_k", {"teacher": {"top_k": 8, "precompute": True}})
+_vary("kd", "generalized", {"teacher": {"top_k": 8, "top_k_remainder": "generalized"}})
 _vary("kd", "merged_eos", {"teacher": {"merge_eos": True}})
 _vary("kd", "capped_logits", {"divergence": "reverse_kl"}, architecture="gemma2")
 _vary("opd", POLICY_GRADIENT, {"loss_type": POLICY_GRADIENT})

@@ -50,7 +50,8 @@ def served(tmp_path_factory):
 
 @pytest.mark.parametrize("config", [
     {"loss_type": "policy_gradient"}, {"teacher": {"top_k": V}}, {"teacher": {"top_k": 8}},
-    {"teacher": {"top_k": 8, "top_k_remainder": "residual"}}, {"teacher": {"top_k": V}, "temperature": 0.7},
+    {"teacher": {"top_k": 8, "top_k_remainder": "residual"}},
+    {"teacher": {"top_k": 8, "top_k_remainder": "generalized"}}, {"teacher": {"top_k": V}, "temperature": 0.7},
 ], ids=lambda config: "-".join(map(str, config.values())))  # fmt: skip
 def test_opd_of_a_served_teacher_is_that_of_a_local_one(config, served, tmp_path, monkeypatch):
     """Loss and gradients; with all of the vocabulary they are those of the dense loss too."""

@@ -255,6 +255,17 @@ def test_every_option_of_a_group_has_a_help_text():
         ("opd", {"teacher_top_k": 5, "teacher": {"top_k": 6}}, "teacher.top_k is also set under its old name"),
         ("opd", {"rollout": ["vllm"]}, r"sampler.kind=\['vllm'\] is not one of"),
         ("dpo", {"skew_alpha": 0.3}, "DPOConfig has no skew_alpha"),
+        (
+            "kd",
+            {"divergence": "jsd", "teacher": {"top_k": 4, "top_k_remainder": "generalized"}},
+            "top_k_remainder: generalized is only valid with divergence forward_kl or reverse_kl, not jsd. Set tail",
+        ),
+        ("kd", {"teacher": {"top_k_remainder": "generalized"}}, "top_k_remainder requires teacher.top_k"),
+        (
+            "opd",
+            {"loss_type": "policy_gradient", "teacher": {"top_k": 4, "top_k_remainder": "generalized"}},
+            "generalized is only valid with loss_type forward_kl or reverse_kl, not policy_gradient",
+        ),
         ("kd", {"teacher_rest": "residual"}, "top_k_remainder='residual' is only valid with method opd"),
         ("opd", {"rollouts": {"source": ["a"]}}, "is not one of on_policy, frozen, replay"),
         ("opd", {"sampler": {"kind": {}}}, "is not one of policy"),
