@@ -37,7 +37,7 @@ _ROWS = (
         SUPERVISED,
         "tokens",
         key_metrics={"mean_token_accuracy": "accuracy"},
-        loss_papers={"dft": "wu2025generalization"},
+        loss_papers={"dft": "wu2025generalization", "eaft": "diao2026entropy"},
         rules=(rules.sft_problems,),
         sequence_parallel=True,
     ),

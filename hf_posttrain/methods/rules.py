@@ -45,7 +45,7 @@ REFERENCE_FREE_LOSSES = {"sft", "simpo", "orpo"}
 MARGIN_LOSSES = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "ipo_sum", "exo_pair", "robust", "discopop", "sft")
 """Losses that read the log-ratios only through their difference, so that another f-divergence is defined."""
 SMOOTHED_LOSSES = ("exo_pair", "robust", "sigmoid")
-SUPERVISED_LOSSES = ("nll", "chunked_nll", "dft")
+SUPERVISED_LOSSES = ("nll", "chunked_nll", "dft", "eaft")
 """Losses of SFT. TRL computes the head of chunked_nll in chunks, as both losses do here."""
 REMAINDERS = {"residual": ("reverse_kl",), "generalized": ("forward_kl", "reverse_kl")}
 """Treatments of the tokens outside the teacher's top k, each with its divergences. `tail` is valid with all."""

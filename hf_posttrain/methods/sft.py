@@ -2,8 +2,11 @@
 
     loss = - sum over trained tokens of log pi(token | before) / number of trained tokens             (loss_type nll)
            - sum over trained tokens of sg(pi) log pi / number of trained tokens                      (loss_type dft)
+           - sum over trained tokens of sg(h) log pi / number of trained tokens                      (loss_type eaft)
 
-sg stops the gradient. The second loss is dynamic fine-tuning, Wu et al. 2025, eq. 9 (arXiv 2508.05629).
+sg stops the gradient. The second loss is dynamic fine-tuning, Wu et al. 2025, eq. 9 (arXiv 2508.05629). The third is
+entropy-adaptive fine-tuning, Diao et al. 2026 (arXiv 2601.02151): h is the entropy of the 20 most likely tokens, scaled
+to [0, 1], so that tokens about which the model is certain count little.
 The trained tokens are the completion of rows with prompt and completion, and all tokens of rows with `text` or
 `messages`. With assistant_only_loss they are the assistant turns of `messages`.
 """
@@ -22,12 +25,15 @@ from ..data.dataset_type import AnyDataset, AnyDatasets
 from ..data.packing import pack
 from ..errors import InputError
 from ..options import option
-from ..scoring.head import LogProb, WeightedLogProb
+from ..scoring.head import EntropyWeightedLogProb, LogProb, WeightedLogProb
 from ..scoring.layouts import Branch, Example
 from ..trainer.base import PostTrainer
 from ..trainer.config import PostTrainConfig
 from ..trainer.loss_output import Losses
 from . import METHODS
+
+TILES = {"nll": LogProb, "chunked_nll": LogProb, "dft": WeightedLogProb, "eaft": EntropyWeightedLogProb}
+"""Tile function of each loss."""
 
 
 @dataclass
@@ -64,7 +70,8 @@ class SFTConfig(SupervisedOptions, PostTrainConfig):
 
     Args:
         learning_rate: Peak learning rate of AdamW.
-        loss_type: Name of the loss: nll (also chunked_nll), or dft, which weights each token by its probability.
+        loss_type: Name of the loss: nll (also chunked_nll), dft, which weights each token by its probability, or eaft,
+            which weights it by the entropy of the model.
         packing: Pack whole examples into rows of max_length tokens by best-fit decreasing. Each example remains a
             separate document for attention.
 
@@ -79,7 +86,9 @@ class SFTConfig(SupervisedOptions, PostTrainConfig):
     method: ClassVar = METHODS["sft"]
     learning_rate: float = option(2e-5, "Peak learning rate of AdamW.")
     loss_type: str = option(
-        "nll", "Name of the loss: nll (also chunked_nll), or dft, which weights each token by its probability."
+        "nll",
+        "Name of the loss: nll (also chunked_nll), dft, which weights each token by its probability, or eaft, which "
+        "weights it by the entropy of the model.",
     )
     packing: bool = option(
         False,
@@ -205,9 +214,9 @@ class SFTTrainer(PostTrainer):
     def losses(self, model: nn.Module, batch: MicroBatch) -> Losses:
         """Return -log pi of each trained token, [N]."""
         weights = self.weights(batch)
-        tile = WeightedLogProb if self.args.loss_type == "dft" else LogProb
+        tile = TILES[self.args.loss_type]
         scores = self.score(model, batch, tile(batch.targets, stats=True), weights)
         metrics = {"mean_token_accuracy": (scores.correct, None), "entropy": (scores.entropy, None)}
-        if self.args.loss_type == "dft":
+        if tile is not LogProb:
             metrics["nll"] = (-scores.student, None)
         return Losses(-scores.value, weights, metrics, scores.router_logits)

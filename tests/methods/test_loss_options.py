@@ -1,5 +1,7 @@
 """Options of DPO, CPO, KTO and SFT that weight tokens or pairs, or change the reference, against their formulas."""
 
+import math
+
 import peft
 import pytest
 import torch
@@ -122,3 +124,25 @@ def test_dft_weights_each_token_by_its_probability(tmp_path):
     log = trainer.state.log_history[0]
     assert log["loss"] == pytest.approx(total / count, rel=1e-5)
     assert log["nll"] == pytest.approx(nll / count, rel=1e-5)
+
+
+def test_eaft_weights_each_token_by_the_entropy_of_the_top_tokens(tmp_path):
+    rows = token_rows("sft", 4)
+    trainer = trainer_for("sft", tiny_model(), rows, tmp_path, loss_type="eaft")
+    trainer.train()
+    total, nll, count = 0.0, 0.0, 0.0
+    for row in rows:
+        ids = torch.tensor(row["prompt_ids"] + row["completion_ids"])
+        logits = tiny_model()(input_ids=ids[None]).logits[0].double()
+        start = len(row["prompt_ids"]) - 1
+        top = logits[start:-1].topk(20).values.softmax(-1)
+        entropy = -(top * top.log()).sum(-1) / math.log(20)
+        logps = logits.log_softmax(-1)[start:-1][range(len(row["completion_ids"])), ids[start + 1 :]]
+        mask = torch.tensor(row["completion_mask"])
+        total -= (entropy * logps * mask).sum().item()
+        nll -= (logps * mask).sum().item()
+        count += mask.sum().item()
+    log = trainer.state.log_history[0]
+    assert log["loss"] == pytest.approx(total / count, rel=1e-5)
+    assert log["nll"] == pytest.approx(nll / count, rel=1e-5)
+    assert log["loss"] < log["nll"]

@@ -1,5 +1,7 @@
 """The tiled head against the plain softmax over full logits."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -11,7 +13,7 @@ from hf_posttrain.scoring import head as H
 from hf_posttrain.scoring import teacher_tiles as distill
 from hf_posttrain.scoring.adapted_head import score_tokens_checkpointed
 from hf_posttrain.scoring.forward import LMHead
-from hf_posttrain.scoring.head import LogitTransform, LogProb
+from hf_posttrain.scoring.head import EntropyWeightedLogProb, LogitTransform, LogProb, WeightedLogProb
 from hf_posttrain.scoring.policy_gradient import SampledPolicyGradient
 from hf_posttrain.scoring.teacher_tiles import (
     add_cross_entropy,
@@ -293,6 +295,14 @@ def tile_functions(targets, teacher, vocabulary):
         "log_prob": (LogProb(targets, stats=True), picked),
         "log_prob at 0.7": (LogProb(targets, 0.7), lambda z: logp(z / 0.7).gather(-1, targets[:, None])[:, 0]),
     }
+    found["log_prob weighted by its probability"] = (
+        WeightedLogProb(targets),
+        lambda z: picked(z).exp().detach() * picked(z),
+    )
+    found["log_prob weighted by the entropy"] = (
+        EntropyWeightedLogProb(targets, stats=True),
+        lambda z: entropy_of_top(z).detach() * picked(z),
+    )
     for name in DIVERGENCES:
         function = divergence_function(name, None)
         found[name] = (
@@ -335,6 +345,12 @@ def tile_functions(targets, teacher, vocabulary):
         lambda z: 0.7 * reverse_kl(logp(z), p) - 0.3 * picked(z),
     )
     return found
+
+
+def entropy_of_top(logits):
+    """The weights of `EntropyWeightedLogProb`."""
+    logps = logits.topk(20).values.log_softmax(-1)
+    return -(logps.exp() * logps).sum(-1) / math.log(20)
 
 
 def reverse_kl_of_top(q, ids, p, own_q, own_p, known):

@@ -29,6 +29,7 @@ from tokenizers_for_tests import byte_tokenizer, gpt2_tokenizer
 from training_for_tests import LORA, logs_and_weights, second_model, token_rows, trainer_for
 
 from hf_posttrain.methods.rules import (
+    CONTRASTIVE_LOSSES,
     DIVERGENCES,
     PAIRED_LOSSES,
     POLICY_GRADIENT,
@@ -69,7 +70,8 @@ def _vary(method: str, name: str, options: dict[str, Any], **fields: Any) -> Non
     VARIATIONS[f"{method}-{name}"] = method, options, fields
 
 
-_vary("sft", "nll", {})
+for loss in ("nll", "dft", "eaft"):
+    _vary("sft", loss, {"loss_type": loss})
 _vary("sft", "neftune", {"neftune_noise_alpha": 5.0})
 _vary("sft", "capped_logits", {}, architecture="gemma2")
 _vary("sft", "experts", {"router_aux_loss_coef": 0.01}, architecture="qwen3_moe")
@@ -84,8 +86,10 @@ for loss in UNPAIRED_LOSSES:
     _vary("kto", loss, {"loss_type": loss})
 _vary("kto", "weights", {"desirable_weight": "auto", "undesirable_weight": 0.7})
 _vary("kto", "cached_reference", {"precompute_ref_log_probs": True})
-_vary("cpo", "sigmoid", {})
+for loss in CONTRASTIVE_LOSSES:
+    _vary("cpo", loss, {"loss_type": loss})
 _vary("cpo", "no_nll", {"cpo_alpha": 0.0})
+_vary("rm", "center", {"center_rewards_coefficient": 0.01})
 for divergence in DIVERGENCES:
     _vary("kd", divergence, {"divergence": divergence})
     _vary("kd", f"{divergence}-top_k", {"divergence": divergence, "teacher": {"top_k": 8}})
