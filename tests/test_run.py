@@ -698,7 +698,7 @@ def test_an_output_dir_that_is_a_file_is_refused(folder, no_weights, capsys):
 
 def test_unquoted_no_and_options_of_another_method(folder, no_weights, capsys):
     line = error_line(capsys, "sft.yaml", "train.eval_strategy=no", "train.loss_type=sigmoid")
-    assert "train.loss_type does not exist: SFT has one loss, the NLL" in line
+    assert "train.loss_type='sigmoid' is not one of nll, chunked_nll, dft" in line
 
 
 def test_messages_without_a_chat_template_end_before_a_model_is_loaded(folder, no_weights, capsys):

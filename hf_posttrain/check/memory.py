@@ -23,7 +23,7 @@ from ..errors import count_noun
 from ..generation.batch_size import CACHE_MEMORY_SHARE, LOGIT_BYTES, even_batch_size
 from ..generation.rollout import GrowingLayer
 from ..methods.rules import REFERENCE_FREE_LOSSES
-from ..models.config import ModelSection, section_from_name
+from ..models.config import ModelSection
 from ..monitoring.symptoms import as_list
 from ..recipe.sections import Recipe
 from ..rollouts.options import PolicySamplerOptions, VLLMColocateOptions
@@ -176,8 +176,7 @@ class Run:
         judge = None
         if rounds and rounds.judge.by in MODEL_JUDGES:
             try:
-                # a reward model has a classification head in addition
-                judge = Shapes(section_from_name(str(rounds.judge.name)), False, device)
+                judge = Shapes(rounds.judge.model_section(), False, device)
                 models.append(judge)
             except Exception as error:  # no decoder, or an architecture's own code
                 reason = str(error).partition("\n")[0]

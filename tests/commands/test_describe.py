@@ -17,7 +17,7 @@ from hf_posttrain.data.column_inference import value_type
 from hf_posttrain.data.encode import Plan, read
 from hf_posttrain.data.formats import detect_format
 from hf_posttrain.data.prepare import prepare
-from hf_posttrain.data.row_schema import PREFERENCE, PROMPTS, SUPERVISED, UNPAIRED
+from hf_posttrain.data.row_schema import PREFERENCE, PROMPTS, REWARD_PAIRS, SUPERVISED, UNPAIRED
 from hf_posttrain.data.sources import load
 from hf_posttrain.errors import InputError
 from hf_posttrain.methods import METHODS
@@ -75,10 +75,10 @@ READ = [  # row, {format: the kinds of rows that are made from it}, the first ex
     ({"text": "four"}, {"text": (SUPERVISED,)}, ["[[four]]"]),
     ({"messages": [USER, REPLY]}, {"messages": (SUPERVISED, PROMPTS)}, ["[[user: 2+2?", "assistant: 4]]"]),
     ({"conversations": SHARED}, {"messages": (SUPERVISED, PROMPTS)}, ["[[user: 2+2?", "assistant: 4]]"]),
-    ({"prompt": "2+2?", **ANSWERS}, {"prompt + chosen + rejected": (PREFERENCE, UNPAIRED), "prompt": (PROMPTS,)},
+    ({"prompt": "2+2?", **ANSWERS}, {"prompt + chosen + rejected": (PREFERENCE, UNPAIRED, REWARD_PAIRS), "prompt": (PROMPTS,)},
      ["2+2?", "[[4]]", "[[5]]"]),
     ({"chosen": [USER, REPLY], "rejected": [USER, {**REPLY, "content": "5"}]},
-     {"chosen + rejected": (PREFERENCE, UNPAIRED)}, ["user: 2+2?", "[[assistant: 4]]", "[[assistant: 5]]"]),
+     {"chosen + rejected": (PREFERENCE, UNPAIRED, REWARD_PAIRS)}, ["user: 2+2?", "[[assistant: 4]]", "[[assistant: 5]]"]),
     ({"prompt": "2+2?", "completion": "4", "label": True},
      {"prompt + completion": (SUPERVISED, PROMPTS), "prompt + completion + label": (UNPAIRED,)}, ["2+2?", "[[4]]"]),
     ({"prompt": "2+2?"}, {"prompt": (PROMPTS,)}, ["2+2?", "(sampled by the student)"]),

@@ -358,7 +358,7 @@ def test_training_arguments_fields(unchecked, tmp_path):
 
 
 def test_values_of_trl_that_change_nothing_are_taken_and_left_out(recipe):
-    same = ["train.f_divergence_type=reverse_kl", "train.use_vllm=false", "train.padding_free=true"]
+    same = ["train.use_vllm=false", "train.padding_free=true"]
     assert recipe(DPO, *same).train == recipe().train
     said = refusal(recipe, DPO, "train.tokenizer=x")
     assert said == "command line: train.tokenizer does not exist: the tokenizer comes from model.name_or_path"

@@ -8,7 +8,7 @@ import torch
 from architectures import WINDOW, tiny
 from models_for_tests import CONFIGS, tiny_model
 from training_for_tests import fix_rollouts, quick, token_rows, trainer_for
-from transformers import Qwen3ForSequenceClassification, Qwen3Model
+from transformers import Qwen3ForQuestionAnswering, Qwen3Model
 
 from hf_posttrain.errors import InputError
 from hf_posttrain.scoring import attention, forward, parity_check
@@ -73,7 +73,7 @@ def test_a_model_that_looks_ahead_is_refused():
     assert verified_layout([scoring(tiny("bert", is_decoder=True))], "padded", explicit=False) == "padded"
 
 
-@pytest.mark.parametrize("kind", [Qwen3Model, Qwen3ForSequenceClassification])
+@pytest.mark.parametrize("kind", [Qwen3Model, Qwen3ForQuestionAnswering])
 def test_a_model_without_logits_of_tokens_is_refused(kind):
     other = kind(tiny_model().config)
     with pytest.raises(

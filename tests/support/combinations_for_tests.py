@@ -23,7 +23,7 @@ from tokenizers_for_tests import (
 )
 
 from hf_posttrain.methods import METHODS
-from hf_posttrain.methods.rules import DIVERGENCES, PAIRED_LOSSES, POLICY_GRADIENT
+from hf_posttrain.methods.rules import CONTRASTIVE_LOSSES, DIVERGENCES, PAIRED_LOSSES, POLICY_GRADIENT
 from hf_posttrain.recipe.fields import train_fields
 from hf_posttrain.rollouts.options import TOKEN_WEIGHTS
 
@@ -221,7 +221,8 @@ OWN = {
         "loss_type": ["kto", "bco", "apo_zero_unpaired"], "desirable_weight": [1.0, "auto", 0],
         "undesirable_weight": [1.0, "auto"], "beta": [0.1, 1],
     },
-    "cpo": {"beta": [0.1, 1], "cpo_alpha": [0.0, 1.0]},
+    "cpo": {"beta": [0.1, 1], "cpo_alpha": [0.0, 1.0], "loss_type": CONTRASTIVE_LOSSES},
+    "rm": {"center_rewards_coefficient": [None, 0.01]},
     "kd": SUPERVISED | DISTILLED | {
         "kd_coef": [0.0, 0.4, 1.0], "divergence": DIVERGENCES,
     },

@@ -9,6 +9,7 @@ from jinja2 import TemplateError, meta
 
 from ...data.template import parse_template
 from ...errors import InputError, name_hint
+from ...models.config import ModelSection, RewardModelSection, section_from_name
 from ...options import option
 from ...trainer.limits import COUNT, POSITIVE, Problem
 from ...trainer.rules import limit_problems
@@ -58,6 +59,11 @@ class JudgeSection:
         120.0, "Largest number of seconds for a comparison, for url only. A slower comparison is left out."
     )
     batch_size: int = option(16, "Number of answers that are scored together, for model and teacher only.")
+
+    def model_section(self) -> ModelSection:
+        """Return the section of a judge that is a model."""
+        section = section_from_name(str(self.name))
+        return RewardModelSection(**vars(section)) if self.by == "model" else section
 
     def fingerprint(self) -> dict[str, Any]:
         """Return the options that scores depend on."""

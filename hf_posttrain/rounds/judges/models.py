@@ -15,7 +15,7 @@ from ...data.prepare import prepare
 from ...data.row_schema import SUPERVISED
 from ...errors import InputError
 from ...models import load
-from ...models.config import ModelSection, RewardModelSection, section_from_name
+from ...models.config import ModelSection, section_from_name
 from ...models.score_cache import weights_key
 from ...scoring.forward import causal_lm, enable_scoring, score
 from ...scoring.head import LogProb
@@ -121,8 +121,7 @@ class RewardModel(ModelJudge):
 
     def load(self) -> PreTrainedModel:
         """Return the classifier, on CPU."""
-        section = RewardModelSection(**vars(section_from_name(str(self.section.name))))
-        model = load.load_model(section, trainable=False, device=self.device)
+        model = load.load_model(self.section.model_section(), trainable=False, device=self.device)
         config: Any = causal_lm(model).config
         config.get_text_config().pad_token_id = self.tokenizer.pad_token_id  # transformers finds the last token by it
         config.use_cache = False  # nothing is generated
