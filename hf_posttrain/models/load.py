@@ -48,7 +48,16 @@ def check_model(section: ModelSection) -> PreTrainedConfig:
         )
     if section.adapter:
         with as_input_error("adapter", section.adapter):
-            check_adapter_kind(peft.PeftConfig.from_pretrained(section.adapter))
+            adapter = peft.PeftConfig.from_pretrained(section.adapter)
+            check_adapter_kind(adapter)
+        if section.head == "score" and adapter.task_type != "SEQ_CLS":
+            problem = (
+                f"adapter {section.adapter} has task_type {adapter.task_type}, not SEQ_CLS as that of a reward model"
+            )
+            raise InputError(f"{problem}. Merge it into its base first (hf-posttrain merge), and train that model")
+        if section.head == "language" and adapter.task_type == "SEQ_CLS":
+            problem = f"adapter {section.adapter} is that of a reward model, which cannot generate text"
+            raise InputError(f"{problem}. Use the adapter of a language model")
 
     name = section.name_or_path
     if (Path(name) / "adapter_config.json").is_file() and not (Path(name) / "config.json").is_file():

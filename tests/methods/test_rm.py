@@ -18,6 +18,8 @@ from hf_posttrain import RewardConfig, RewardTrainer, SFTConfig, SFTTrainer, in_
 from hf_posttrain.commands.reward_metrics import reward_metrics
 from hf_posttrain.data.chat import ChatTemplate, encode
 from hf_posttrain.errors import InputError
+from hf_posttrain.models.config import ModelSection, RewardModelSection
+from hf_posttrain.models.load import check_model, load_model
 from hf_posttrain.rounds.judges import make_judge
 from hf_posttrain.rounds.judges.config import JudgeSection
 from hf_posttrain.rounds.judges.question import Question
@@ -250,3 +252,25 @@ def test_tile_functions_have_the_gradient_of_autograd():
     tile = Reward()(score, slice(0, 5), True, torch.empty(5, 1))
     assert torch.equal(tile.value, score[:, 0])
     assert torch.equal(tile.grad, torch.ones(5, 1))
+
+
+@pytest.mark.parametrize(
+    ("head", "task_type", "message"),
+    [
+        (RewardModelSection, "CAUSAL_LM", r"has task_type CAUSAL_LM, not SEQ_CLS as that of a reward model"),
+        (ModelSection, "SEQ_CLS", r"is that of a reward model, which cannot generate text"),
+        (RewardModelSection, "SEQ_CLS", None),
+    ],
+)
+def test_the_adapter_of_a_section_has_its_head(head, task_type, message, tmp_path):
+    model = as_reward_model(tiny_model()) if task_type == "SEQ_CLS" else tiny_model()
+    model.save_pretrained(tmp_path / "base")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type=task_type)
+    peft.get_peft_model(model, config).save_pretrained(tmp_path / "adapter")
+    section = head(str(tmp_path / "base"), adapter=str(tmp_path / "adapter"))
+    if message is None:
+        trained = [name for name, weight in load_model(section).named_parameters() if weight.requires_grad]
+        assert len(trained) == 5  # two matrices in each of two layers, and the score layer
+        return
+    with pytest.raises(InputError, match=message):
+        check_model(section)
