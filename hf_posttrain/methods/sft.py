@@ -25,8 +25,9 @@ from ..data.dataset_type import AnyDataset, AnyDatasets
 from ..data.packing import pack
 from ..errors import InputError
 from ..options import option
-from ..scoring.head import EntropyWeightedLogProb, LogProb, WeightedLogProb
+from ..scoring.head import LogProb
 from ..scoring.layouts import Branch, Example
+from ..scoring.weighted_log_prob import EntropyWeightedLogProb, WeightedLogProb
 from ..trainer.base import PostTrainer
 from ..trainer.config import PostTrainConfig
 from ..trainer.loss_output import Losses

@@ -35,8 +35,6 @@ KEPT_MEMORY_SHARE = 1 / 16
 """Share of the memory of a GPU for the gradient of the logits that is kept for the backward."""
 BYTES_PER_LOGIT = 16
 """Bytes per logit of a tile on a GPU: logits, gradient, logits of the teacher, and the same again without kernels."""
-ENTROPY_TOKENS = 20
-"""Most likely tokens from which `EntropyWeightedLogProb` computes the entropy."""
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 META_MEMORY = 80 * 2**30
 """Bytes of the meta device, which represents a GPU in tests and estimates."""
@@ -217,36 +215,6 @@ class LogProb:
             return Tile(value, None, stats)
         grad = buffer.neg_().scatter_add_(-1, targets, torch.ones_like(target_logits))  # one-hot - softmax
         return Tile(value, grad if self.temperature == 1.0 else grad.div_(self.temperature), stats)
-
-
-@dataclass(frozen=True)
-class WeightedLogProb(LogProb):
-    """Tile function: value = sg(p) log p for the probability p of the target, where sg stops the gradient.
-
-    The statistic `student` is log p.
-    """
-
-    def __call__(self, logits: Tensor, rows: slice, need_grad: bool, buffer: Tensor) -> Tile:
-        """Return the Tile of logits [n, V]."""
-        tile = super().__call__(logits, rows, need_grad, buffer)
-        return tile.weighted(tile.value.exp())
-
-
-@dataclass(frozen=True)
-class EntropyWeightedLogProb(LogProb):
-    """Tile function: value = sg(h) log p, where h in [0, 1] is the entropy of the 20 most likely tokens over ln 20.
-
-    The probabilities of these tokens are scaled to sum 1, and sg stops the gradient. The statistic `student` is log p.
-    """
-
-    def __call__(self, logits: Tensor, rows: slice, need_grad: bool, buffer: Tensor) -> Tile:
-        """Return the Tile of logits [n, V]."""
-        known = logits[:, : self.vocabulary]
-        top = known.topk(min(ENTROPY_TOKENS, known.shape[-1])).values / self.temperature  # [n, 20]
-        gaps = (top - top[:, :1]).clamp(min=-1e30)  # 0 x -inf would be NaN
-        others = gaps[:, 1:].exp().sum(-1)  # sum of the odds against the most likely token
-        entropy = others.log1p() - (gaps.exp() * gaps).sum(-1) / (1 + others)  # both terms are positive
-        return super().__call__(logits, rows, need_grad, buffer).weighted(entropy / math.log(top.shape[-1]))
 
 
 @dataclass(frozen=True)

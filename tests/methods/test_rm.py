@@ -23,7 +23,8 @@ from hf_posttrain.models.load import check_model, load_model
 from hf_posttrain.rounds.judges import make_judge
 from hf_posttrain.rounds.judges.config import JudgeSection
 from hf_posttrain.rounds.judges.question import Question
-from hf_posttrain.scoring.head import Reward, WeightedLogProb
+from hf_posttrain.scoring.head import Reward
+from hf_posttrain.scoring.weighted_log_prob import WeightedLogProb
 
 TEXTS = [
     {"prompt": "2 + 2 =", "chosen": " 4", "rejected": " it is five"},

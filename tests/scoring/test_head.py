@@ -13,7 +13,7 @@ from hf_posttrain.scoring import head as H
 from hf_posttrain.scoring import teacher_tiles as distill
 from hf_posttrain.scoring.adapted_head import score_tokens_checkpointed
 from hf_posttrain.scoring.forward import LMHead
-from hf_posttrain.scoring.head import EntropyWeightedLogProb, LogitTransform, LogProb, WeightedLogProb
+from hf_posttrain.scoring.head import LogitTransform, LogProb
 from hf_posttrain.scoring.policy_gradient import SampledPolicyGradient
 from hf_posttrain.scoring.teacher_tiles import (
     add_cross_entropy,
@@ -22,6 +22,7 @@ from hf_posttrain.scoring.teacher_tiles import (
     divergence_function,
 )
 from hf_posttrain.scoring.top_tokens import TopTokens, residual_reverse_kl, top_k_divergence
+from hf_posttrain.scoring.weighted_log_prob import EntropyWeightedLogProb, WeightedLogProb
 from hf_posttrain.teachers.eos import MergedEOS
 from hf_posttrain.teachers.local import TeacherStates
 
