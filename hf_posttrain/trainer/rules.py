@@ -168,8 +168,16 @@ def checkpointing_problems(values: OptionValues) -> Iterator[Problem]:
 
 def learning_rate_problems(values: OptionValues) -> Iterator[Problem]:
     """Yield the problems of the factors of learning rates."""
-    for pattern, factor in (values.learning_rate_factors or {}).items():
+    factors = {} if values.learning_rate_factors is None else values.learning_rate_factors
+    if not isinstance(factors, dict):
+        problem = "must map expressions for names of weights to factors, such as {lora_B: 16}"
+        yield ("learning_rate_factors",), f"learning_rate_factors={factors!r} {problem}"
+        return
+    for pattern, factor in factors.items():
         name = f"learning_rate_factors[{pattern!r}]"
+        if not isinstance(pattern, str):
+            yield ("learning_rate_factors",), f"{name}: the key must be a string, such as lora_B"
+            continue
         try:
             re.compile(pattern)
         except re.error as error:

@@ -109,7 +109,7 @@ def test_a_model_without_trained_matrices_has_no_use_for_muon(tmp_path):
         trainer_for("sft", model, token_rows("sft"), tmp_path, optim="muon").train()
 
 
-@pytest.mark.parametrize("factors", [{"(": 1.0}, {"a": -1.0}, {"a": "x"}])
+@pytest.mark.parametrize("factors", [{"(": 1.0}, {"a": -1.0}, {"a": "x"}, {1: 2.0}, 1, 0, "auto", ["a"]])
 def test_factors_are_positive_numbers_by_expressions(factors, tmp_path):
     with pytest.raises(InputError, match="learning_rate_factors"):
         SFTConfig(output_dir=str(tmp_path), use_cpu=True, learning_rate_factors=factors)
