@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         InputError: For invalid arguments, and for a model that cannot be loaded.
     """
     description = "Talk to a model in the terminal. It answers each line; /help lists the commands."
-    parser = Parser(prog="hf-posttrain chat", description=description, epilog=_EXAMPLE, allow_abbrev=False)
+    parser = Parser(prog="hf-posttrain chat", description=description, epilog=_EXAMPLE)
     parser.add_argument("model", metavar="MODEL", help="folder, such as a run's output_dir, or hub name")
     parser.add_argument("--adapter", metavar="FOLDER", type=Path, help="saved adapter to load on top of MODEL")
     parser.add_argument("--system", metavar="TEXT", default="", help="content of the system turn (default: none)")

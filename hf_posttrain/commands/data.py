@@ -51,7 +51,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Show the format of a data file, the columns that are read and the first training example.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("file", metavar="FILE", help="a .jsonl, .json, .csv or .parquet file, a folder or a hub name")
     parser.add_argument(

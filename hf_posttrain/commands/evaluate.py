@@ -179,7 +179,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         description="Evaluate a model: exact match, perplexity, pair accuracy, other metrics and tasks of lm-eval.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("model", metavar="MODEL", help="a run's output_dir, another folder or a hub name")
     for name, (options, help_text) in _OPTIONS.items():

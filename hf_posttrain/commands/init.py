@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         InputError: For arguments that cannot be combined, for data that the method cannot train on, and for a recipe
             that exists.
     """
-    parser = Parser("hf-posttrain init", description="Write a commented recipe that starts a run.", allow_abbrev=False)
+    parser = Parser("hf-posttrain init", description="Write a commented recipe that starts a run.")
     parser.add_argument("method", metavar="METHOD", choices=METHODS, help=", ".join(METHODS))
     parser.add_argument("--model", metavar="NAME", help="model to train: a folder or a hub name")
     parser.add_argument("--teacher", metavar="NAME", help="the teacher, for methods with one")

@@ -49,7 +49,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Score each answer of a file.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("file", metavar="FILE", help="answers: rows with prompt, completion and optional reference")
     parser.add_argument("--by", nargs="+", metavar=("KIND", "NAME"), required=True, help="the judge, see below")

@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         InputError: For adapters that cannot be merged. No folder is left in this case.
     """
     description = "Merge a saved adapter into its base model, and save a plain model with its tokenizer."
-    parser = Parser(prog="hf-posttrain merge", description=description, epilog=_EXAMPLE, allow_abbrev=False)
+    parser = Parser(prog="hf-posttrain merge", description=description, epilog=_EXAMPLE)
     parser.add_argument("adapter", metavar="ADAPTER", type=Path, help="a run's output_dir, or one of its checkpoints")
     parser.add_argument("out", metavar="OUT", type=Path, help="folder to write, which must be new or empty")
     parser.add_argument(

@@ -40,7 +40,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Select training rows from judged answers.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("file", metavar="FILE", help="judged answers: rows with prompt, completion and score")
     parser.add_argument("--method", choices=methods, required=True, help="method that trains on the rows")

@@ -47,7 +47,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         description="Remove decoder layers from a model, and save the smaller model with its tokenizer.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("model", metavar="MODEL", help="a folder or hub name of a language model")
     parser.add_argument("out", metavar="OUT", type=Path, help="folder to write, which must be new or empty")

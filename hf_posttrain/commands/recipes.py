@@ -30,7 +30,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         usage="hf-posttrain recipes [NAME ... [--to FOLDER] | --show NAME]",
         description="List the recipes that come with the package, print one of them, or copy some of them.",
         epilog="example: hf-posttrain recipes fsdp2 zero3 --to mine",
-        allow_abbrev=False,
     )
     parser.add_argument("names", metavar="NAME", nargs="*", help="recipes and accelerate configs to copy")
     parser.add_argument("--to", metavar="FOLDER", type=Path, help="folder to copy to (default: the current folder)")

@@ -4,8 +4,6 @@ import math
 from collections.abc import Sequence
 from statistics import fmean
 
-REWARD_METRICS = "pair_accuracy, pair_nll, calibration_error, mean_reward"
-"""Names of the metrics."""
 BINS = 10
 """Number of bins of the confidence, from 0.5 to 1."""
 

@@ -62,7 +62,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Generate answers to the prompts of a file or of a recipe's data. Equal prompts are answered once.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("recipe_or_model", metavar="RECIPE.yaml or MODEL, section.key=value", nargs="*")
     parser.add_argument("--out", metavar="FILE", type=Path, required=True, help="file to write, which must not exist")

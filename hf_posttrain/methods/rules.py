@@ -14,7 +14,7 @@ from ..losses.names import DISCOPOP_TAU, DIVERGENCES, F_DIVERGENCES, SIMPO_GAMMA
 from ..models.config import TeacherSection
 from ..monitoring.symptoms import as_list
 from ..trainer.limits import MAX_FACTOR, Problem
-from ..trainer.rules import choice_problems
+from ..trainer.rules import REFERENCE_SYNC_DEFAULTS, choice_problems
 
 if TYPE_CHECKING:
     from ..trainer.method_spec import Method
@@ -46,7 +46,7 @@ MARGIN_LOSSES = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "ipo_sum", "exo_pair
 """Losses that read the log-ratios only through their difference, so that another f-divergence is defined."""
 SMOOTHED_LOSSES = ("exo_pair", "robust", "sigmoid")
 SUPERVISED_LOSSES = ("nll", "chunked_nll", "dft", "eaft")
-"""Losses of SFT. TRL computes the head of chunked_nll in chunks, as both losses do here."""
+"""Losses of SFT. TRL computes the head of chunked_nll in chunks, as all losses do here."""
 REMAINDERS = {"residual": ("reverse_kl",), "generalized": ("forward_kl", "reverse_kl")}
 """Treatments of the tokens outside the teacher's top k, each with its divergences. `tail` is valid with all."""
 CONTRASTIVE_LOSSES = ("sigmoid", "hinge", "ipo", "simpo")
@@ -125,7 +125,7 @@ def reference_sync_problems(values: Any) -> Iterator[Problem]:
     """Yield the problems of the options that update the reference during training."""
     if values.sync_ref_model:
         return
-    for name, default in (("ref_model_mixup_alpha", 0.6), ("ref_model_sync_steps", 512)):
+    for name, default in REFERENCE_SYNC_DEFAULTS.items():
         if getattr(values, name) != default:
             yield (name, "sync_ref_model"), f"{name} requires sync_ref_model. Set sync_ref_model: true"
 

@@ -213,7 +213,7 @@ class SFTTrainer(PostTrainer):
         return pack(rows, args.max_length, name)
 
     def losses(self, model: nn.Module, batch: MicroBatch) -> Losses:
-        """Return -log pi of each trained token, [N]."""
+        """Return the loss of each trained token, [N]."""
         weights = self.weights(batch)
         tile = TILES[self.args.loss_type]
         scores = self.score(model, batch, tile(batch.targets, stats=True), weights)

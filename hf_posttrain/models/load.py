@@ -423,7 +423,7 @@ def _without_report_of_new_head(section: ModelSection) -> Iterator[None]:
 
     def is_relevant(record: logging.LogRecord) -> bool:
         """Return whether a record is not a report about the head alone, and log the new layer instead."""
-        rows = re.findall(r"^(\S+) +\| +(?:\x1b\[\d+m)?(MISSING|UNEXPECTED|\w+)", record.getMessage(), re.M)
+        rows = re.findall(r"^(\S+) +\| +(?:\x1b\[\d+m)?(\w+)", record.getMessage(), re.M)
         keys = {key for key, status in rows if status in ("MISSING", "UNEXPECTED")}
         if "LOAD REPORT" not in record.getMessage() or not all(re.match(r"(score|lm_head)\.", key) for key in keys):
             return True

@@ -137,7 +137,10 @@ _SHARED: Mapping[str, Mapping[str, Any]] = {
 
 
 class Parser(argparse.ArgumentParser):
-    """Argument parser that raises InputError where argparse prints its usage and exits."""
+    """Parser without abbreviated options, which raises InputError where argparse prints its usage and exits."""
+
+    def __init__(self, prog: str, **options: Any) -> None:
+        super().__init__(prog, allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
         """Raise an InputError with the message."""
@@ -173,7 +176,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         prog="hf-posttrain",
         usage=_USAGE,
         epilog=_EPILOG,
-        allow_abbrev=False,
         description=f"Post-train a causal language model ({', '.join(METHODS).upper()}) from a recipe.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -393,8 +393,14 @@ class ReferenceOptions(PostTrainConfig):
         "Update the reference model during training: every ref_model_sync_steps, its weights become "
         "ref_model_mixup_alpha times those of the policy plus the rest of its own.",
     )
-    ref_model_mixup_alpha: float = option(0.6, "Share of the policy in an update of the reference model.")
-    ref_model_sync_steps: int = option(512, "Number of optimizer steps between two updates of the reference model.")
+    ref_model_mixup_alpha: float = option(
+        rules.REFERENCE_SYNC_DEFAULTS["ref_model_mixup_alpha"],
+        "Share of the policy in an update of the reference model.",
+    )
+    ref_model_sync_steps: int = option(
+        rules.REFERENCE_SYNC_DEFAULTS["ref_model_sync_steps"],
+        "Number of optimizer steps between two updates of the reference model.",
+    )
 
 
 def _check_schedule_and_optimizer(config: PostTrainConfig) -> None:

@@ -51,16 +51,13 @@ class MuonAdamW(Optimizer):
 class MuonFactory:
     """Factory of `MuonAdamW`, which Trainer calls with the model."""
 
-    def __call__(
-        self, model: nn.Module, weight_decay: float, adamw: Mapping[str, Any], muon: Mapping[str, Any]
-    ) -> MuonAdamW:
+    def __call__(self, model: nn.Module, weight_decay: float, adamw: Mapping[str, Any]) -> MuonAdamW:
         """Return the optimizer of the trained weights of a model.
 
         Args:
             model: The policy.
             weight_decay: Weight decay, which biases and norms do not have.
-            adamw: Other options of AdamW, with the learning rate.
-            muon: Other options of Muon.
+            adamw: Other options of AdamW, with the learning rate, which Muon has as well.
 
         Raises:
             InputError: If no hidden matrix is trained.
@@ -78,7 +75,7 @@ class MuonFactory:
         ]
         # the rate of AdamW fits: matrices are updated by steps of the same root mean square
         options = {"lr": adamw["lr"], "weight_decay": weight_decay, "adjust_lr_fn": "match_rms_adamw"}
-        return MuonAdamW(Muon(hidden, **options, **muon), AdamW([g for g in groups if g["params"]] or groups, **adamw))
+        return MuonAdamW(Muon(hidden, **options), AdamW([g for g in groups if g["params"]] or groups, **adamw))
 
 
 def hidden_matrices(model: nn.Module) -> set[str]:
@@ -98,7 +95,7 @@ class OptimizerMixin(TrainerInterface):
         if args.optim != MUON:
             return Trainer.get_optimizer_cls_and_kwargs(args, model)
         adamw = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
-        return MuonFactory, {"weight_decay": args.weight_decay, "adamw": adamw, "muon": {}}
+        return MuonFactory, {"weight_decay": args.weight_decay, "adamw": adamw}
 
     def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
         """Create the optimizer, with the learning rates of `learning_rate_factors`."""

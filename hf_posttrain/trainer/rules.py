@@ -89,6 +89,8 @@ CHECKPOINTING_OPTIONS = {
     "use_reentrant",
 }
 LIGER_HEAD_KERNELS = ("fused_linear_cross_entropy", "cross_entropy")  # replacements of the head by Liger
+REFERENCE_SYNC_DEFAULTS = {"ref_model_mixup_alpha": 0.6, "ref_model_sync_steps": 512}
+"""Defaults of the options that `sync_ref_model` reads."""
 MUON = "muon"
 """Value of `optim` that transformers does not have."""
 NO_OPTIMIZER_STATE = (

@@ -107,41 +107,33 @@ def test_losses_of_cpo(loss, tmp_path):
     assert trainer.state.log_history[0]["loss"] == pytest.approx((sum(losses) / 4).item(), rel=1e-5)
 
 
-def test_dft_weights_each_token_by_its_probability(tmp_path):
-    rows = token_rows("sft", 4)
-    trainer = trainer_for("sft", tiny_model(), rows, tmp_path, loss_type="dft")
-    trainer.train()
-    total, count, nll = 0.0, 0, 0.0
-    for row in rows:
-        ids = torch.tensor(row["prompt_ids"] + row["completion_ids"])
-        table = tiny_model()(input_ids=ids[None]).logits[0].double().log_softmax(-1)
-        start = len(row["prompt_ids"]) - 1
-        logps = table[start:-1][range(len(row["completion_ids"])), ids[start + 1 :]]
-        mask = torch.tensor(row["completion_mask"])
-        total -= (logps.exp() * logps * mask).sum().item()
-        nll -= (logps * mask).sum().item()
-        count += mask.sum().item()
-    log = trainer.state.log_history[0]
-    assert log["loss"] == pytest.approx(total / count, rel=1e-5)
-    assert log["nll"] == pytest.approx(nll / count, rel=1e-5)
+def trained_logits(row):
+    """The logits of the trained tokens of a row of SFT, and their log-probabilities, in float64."""
+    ids = torch.tensor(row["prompt_ids"] + row["completion_ids"])
+    logits = tiny_model()(input_ids=ids[None]).logits[0, len(row["prompt_ids"]) - 1 : -1].double()
+    logps = logits.log_softmax(-1)[range(len(logits)), row["completion_ids"]]
+    mask = torch.tensor(row["completion_mask"]) > 0
+    return logits[mask], logps[mask]
 
 
-def test_eaft_weights_each_token_by_the_entropy_of_the_top_tokens(tmp_path):
+def probability(logits, logps):
+    return logps.exp()
+
+
+def entropy_of_top(logits, logps):
+    top = logits.topk(20).values.softmax(-1)
+    return -(top * top.log()).sum(-1) / math.log(20)
+
+
+@pytest.mark.parametrize(("loss", "weight"), [("dft", probability), ("eaft", entropy_of_top)])
+def test_losses_of_sft_weight_each_token(loss, weight, tmp_path):
     rows = token_rows("sft", 4)
-    trainer = trainer_for("sft", tiny_model(), rows, tmp_path, loss_type="eaft")
+    trainer = trainer_for("sft", tiny_model(), rows, tmp_path, loss_type=loss)
     trainer.train()
-    total, nll, count = 0.0, 0.0, 0.0
-    for row in rows:
-        ids = torch.tensor(row["prompt_ids"] + row["completion_ids"])
-        logits = tiny_model()(input_ids=ids[None]).logits[0].double()
-        start = len(row["prompt_ids"]) - 1
-        top = logits[start:-1].topk(20).values.softmax(-1)
-        entropy = -(top * top.log()).sum(-1) / math.log(20)
-        logps = logits.log_softmax(-1)[start:-1][range(len(row["completion_ids"])), ids[start + 1 :]]
-        mask = torch.tensor(row["completion_mask"])
-        total -= (entropy * logps * mask).sum().item()
-        nll -= (logps * mask).sum().item()
-        count += mask.sum().item()
+    found = [trained_logits(row) for row in rows]
+    count = sum(len(logps) for _, logps in found)
+    total = -sum((weight(logits, logps) * logps).sum().item() for logits, logps in found)
+    nll = -sum(logps.sum().item() for _, logps in found)
     log = trainer.state.log_history[0]
     assert log["loss"] == pytest.approx(total / count, rel=1e-5)
     assert log["nll"] == pytest.approx(nll / count, rel=1e-5)

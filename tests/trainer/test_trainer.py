@@ -503,7 +503,7 @@ def test_values_that_change_nothing_are_taken(tmp_path):
             "padding_free": True, "loss_type": "nll", "tokenizer": None, "top_k": 0}  # fmt: skip
     assert SFTConfig(str(tmp_path), use_cpu=True, **same).max_length == 1024
     KDConfig(str(tmp_path), use_cpu=True, seq_kd=False)
-    DPOConfig(str(tmp_path), use_cpu=True, use_vllm=False)
+    DPOConfig(str(tmp_path), use_cpu=True, f_divergence_type="reverse_kl", f_alpha_divergence_coef=1.0, use_vllm=False)
     CPOConfig(str(tmp_path), use_cpu=True, label_smoothing=0.0)
 
 
@@ -1337,7 +1337,8 @@ OF_TRL = [
 def test_what_scripts_of_trl_say_is_taken_or_answered(number, tmp_path):
     call, message = OF_TRL[number]
     if message is None:
-        call(str(tmp_path))
+        taken = "chunked_nll", "sigmoid", None
+        assert getattr(call(str(tmp_path)), "loss_type", None) == taken[number]
         return
     with pytest.raises((InputError, ImportError), match=message):
         call(str(tmp_path))
