@@ -67,6 +67,15 @@ def tvd(student: Tensor, teacher: Tensor) -> Tensor:
     return 0.5 * (teacher.exp() - student.exp()).abs().sum(-1)
 
 
+def entropy_aware_kl(student: Tensor, teacher: Tensor, threshold: float = 0.8) -> Tensor:
+    """KL(q, p), plus KL(p, q) where the entropy of p exceeds `threshold` nats: EOPD (arXiv 2603.07079). [N, V] -> [N].
+
+    The paper computes KL(p, q) on the teacher's top k alone.
+    """
+    entropy = -(teacher.exp() * _finite(teacher)).sum(-1)
+    return reverse_kl(student, teacher) + forward_kl(student, teacher).where(entropy > threshold, 0.0)
+
+
 DIVERGENCES: dict[str, Callable[..., Tensor]] = {
     "forward_kl": forward_kl,
     "reverse_kl": reverse_kl,
@@ -74,6 +83,7 @@ DIVERGENCES: dict[str, Callable[..., Tensor]] = {
     "skew_forward_kl": skew_forward_kl,
     "skew_reverse_kl": skew_reverse_kl,
     "tvd": tvd,
+    "entropy_aware_kl": entropy_aware_kl,
 }
 
 

@@ -1,6 +1,6 @@
 """Names of the divergences in recipes, and defaults of losses. Importable without torch."""
 
-DIVERGENCES = ("forward_kl", "reverse_kl", "jsd", "skew_forward_kl", "skew_reverse_kl", "tvd")
+DIVERGENCES = ("forward_kl", "reverse_kl", "jsd", "skew_forward_kl", "skew_reverse_kl", "tvd", "entropy_aware_kl")
 """Functions of `divergence.py`."""
 F_DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
 """Keys of `preference.F_DIVERGENCES`."""

@@ -178,7 +178,7 @@ _ROWS = (
             "Distilling the Knowledge in a Neural Network",
             "Geoffrey Hinton and Oriol Vinyals and Jeff Dean",
         ),
-        limits={"kd_coef": FRACTION, "temperature": POSITIVE},
+        limits={"kd_coef": FRACTION, "temperature": POSITIVE, "entropy_threshold": COEFFICIENT},
         groups={"teacher": TEACHER},
         rules=(rules.kd_problems, rules.teacher_option_problems, rules.kd_tokenizer_problems),
     ),
@@ -197,12 +197,13 @@ _ROWS = (
             "Rishabh Agarwal and Nino Vieillard and Yongchao Zhou and Piotr Stanczyk and Sabela Ramos"
             " and Matthieu Geist and Olivier Bachem",
         ),
-        loss_papers={"policy_gradient": "gu2023minillm"},
+        loss_papers={"policy_gradient": "gu2023minillm", "entropy_aware_kl": "jin2026entropy"},
         limits={
             "lmbda": FRACTION,
             "temperature": POSITIVE,
             "max_completion_length": COUNT,
             "num_generations": COUNT,
+            "entropy_threshold": COEFFICIENT,
         },
         groups={
             "teacher": TEACHER,

@@ -33,6 +33,8 @@ class DistillationConfig(PostTrainConfig):
     Args:
         teacher: Options for the comparison of student and teacher and for the input of the teacher: {top_k,
             top_k_remainder, precompute, merge_eos, prompt, tokenizer, names}.
+        entropy_threshold: Entropy of the teacher in nats above which entropy_aware_kl adds the forward KL to the
+            reverse KL (by default 0.8).
         teacher_model_name_or_path: Name or folder of the teacher, for a trainer without the argument `teacher_model`.
             In a recipe it is in the teacher section.
         teacher_model_revision: Revision of the teacher on the hub. Only main is supported. Download any other revision
@@ -57,6 +59,11 @@ class DistillationConfig(PostTrainConfig):
         None,
         "Options for the comparison of student and teacher and for the input of the teacher: {top_k, top_k_remainder, "
         "precompute, merge_eos, prompt, tokenizer, names}.",
+    )
+    entropy_threshold: float | None = option(
+        None,
+        "Entropy of the teacher in nats above which entropy_aware_kl adds the forward KL to the reverse KL (by default "
+        "0.8).",
     )
     teacher_model_name_or_path: str | None = option(
         None,

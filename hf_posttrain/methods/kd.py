@@ -35,7 +35,8 @@ class KDConfig(SupervisedOptions, DistillationConfig):
         learning_rate: Peak learning rate of AdamW.
         kd_coef: Weight of the divergence in the loss, from 0 to 1. The cross-entropy of the data has the remaining
             weight.
-        divergence: Name of the divergence: forward_kl, reverse_kl, jsd, skew_forward_kl, skew_reverse_kl or tvd.
+        divergence: Name of the divergence: forward_kl, reverse_kl, jsd, skew_forward_kl, skew_reverse_kl, tvd or
+            entropy_aware_kl.
         beta: Interpolation coefficient of jsd, where 0 is the forward KL and 1 the reverse KL (by default 0.5), or
             share of the other distribution in the mixture of skew_forward_kl and skew_reverse_kl (by default 0.1).
         temperature: Temperature that divides the logits of student and teacher in the divergence.
@@ -56,7 +57,8 @@ class KDConfig(SupervisedOptions, DistillationConfig):
     )
     divergence: str = option(
         "forward_kl",
-        "Name of the divergence: forward_kl, reverse_kl, jsd, skew_forward_kl, skew_reverse_kl or tvd.",
+        "Name of the divergence: forward_kl, reverse_kl, jsd, skew_forward_kl, skew_reverse_kl, tvd or "
+        "entropy_aware_kl.",
     )
     beta: float | None = option(
         None,
@@ -110,7 +112,7 @@ class KDTrainer(DistillationTrainer):
         args = self.args
         options = args.teacher
         request = self.request("dense", options.top_k)
-        function = divergence_function(args.divergence, args.beta)
+        function = divergence_function(args.divergence, args.beta, args.entropy_threshold)
         return Divergence(function, request, ce_coef=1 - args.kd_coef, top_k_remainder=options.top_k_remainder)
 
     @staticmethod

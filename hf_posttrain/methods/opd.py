@@ -49,7 +49,7 @@ class OPDConfig(DistillationConfig):
     Args:
         learning_rate: Peak learning rate of AdamW.
         loss_type: Name of the loss: policy_gradient (on the sampled tokens), or a divergence over the whole vocabulary,
-            which is reverse_kl, jsd, forward_kl, skew_forward_kl, skew_reverse_kl or tvd.
+            which is reverse_kl, jsd, forward_kl, skew_forward_kl, skew_reverse_kl, tvd or entropy_aware_kl.
         beta: Interpolation coefficient of jsd, where 0 is the forward KL and 1 the reverse KL (by default 0.5), or
             share of the other distribution in the mixture of skew_forward_kl and skew_reverse_kl (by default 0.1).
         temperature: Temperature of sampling and of the scores of student and teacher.
@@ -82,7 +82,7 @@ class OPDConfig(DistillationConfig):
     loss_type: str = option(
         "reverse_kl",
         "Name of the loss: policy_gradient (on the sampled tokens), or a divergence over the whole vocabulary, which "
-        "is reverse_kl, jsd, forward_kl, skew_forward_kl, skew_reverse_kl or tvd.",
+        "is reverse_kl, jsd, forward_kl, skew_forward_kl, skew_reverse_kl, tvd or entropy_aware_kl.",
     )
     beta: float | None = option(
         None,
@@ -239,7 +239,7 @@ class OPDTrainer(DistillationTrainer, OnPolicyInterface):
         options = self.args.teacher
         if self.args.loss_type == POLICY_GRADIENT:
             return PolicyGradient(self.request("sampled", options.top_k))
-        function = divergence_function(self.args.loss_type, self.args.beta)
+        function = divergence_function(self.args.loss_type, self.args.beta, self.args.entropy_threshold)
         request = self.request("dense", options.top_k)
         return Divergence(function, request, on_policy=True, top_k_remainder=options.top_k_remainder)
 

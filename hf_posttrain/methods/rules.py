@@ -304,8 +304,11 @@ def served_teacher_problem(values: Any, method: "Method") -> Problem | None:
 
 
 def _divergence_problems(key: str, values: Any) -> Iterator[Problem]:
-    """Yield the problems of `beta` with the divergence that the option `key` names."""
+    """Yield the problems of `beta` and `entropy_threshold` with the divergence that the option `key` names."""
     name = getattr(values, key)
+    if values.entropy_threshold is not None and name != "entropy_aware_kl":
+        problem = f"entropy_threshold is only valid with {key} entropy_aware_kl, not {name}"
+        yield ("entropy_threshold", key), f"{problem}. Set {key}: entropy_aware_kl, or remove entropy_threshold"
     beta = values.beta
     if beta is None:
         return

@@ -22,17 +22,22 @@ from ..losses.divergence import DIVERGENCES, forward_kl, jsd, log_softmax, rever
 from .head import LogProb, Tile, TileFunction, expectation, softmax, triton_kernels
 
 
-def divergence_function(name: str, beta: float | None) -> Callable[[Tensor, Tensor], Tensor]:
+def divergence_function(
+    name: str, beta: float | None, entropy_threshold: float | None = None
+) -> Callable[[Tensor, Tensor], Tensor]:
     """Return a divergence as a function of (student, teacher) log-probabilities [n, V] -> [n].
 
     Args:
         name: Name in `losses.names`.
         beta: Weight of `jsd` (0.5 by default), or alpha of the skew divergences (0.1 by default).
+        entropy_threshold: Threshold of `entropy_aware_kl` in nats (0.8 by default).
     """
     if name == "jsd":
         return partial(DIVERGENCES[name], beta=0.5 if beta is None else beta)
     if name.startswith("skew"):
         return partial(DIVERGENCES[name], alpha=0.1 if beta is None else beta)
+    if name == "entropy_aware_kl":
+        return partial(DIVERGENCES[name], threshold=0.8 if entropy_threshold is None else entropy_threshold)
     return DIVERGENCES[name]
 
 

@@ -130,6 +130,8 @@ def value_of(name, p=P, q=Q, **options):
         ("jsd", {"beta": 0.1}, 0.0041789), ("jsd", {"beta": 0.5}, 0.0107708), ("jsd", {"beta": 0.9}, 0.0036542),
         ("jsd", {"beta": 0.0}, 0.0474687), ("jsd", {"beta": 1.0}, 0.0400782),
         ("skew_forward_kl", {"alpha": 0.1}, 0.0368102), ("skew_reverse_kl", {"alpha": 0.1}, 0.0333260),
+        ("entropy_aware_kl", {"threshold": 1.02}, 0.0875469),  # the entropy of P is 1.0297
+        ("entropy_aware_kl", {"threshold": 1.03}, 0.0400782),
     ],
 )  # fmt: skip
 def test_divergences(name, options, expected):
