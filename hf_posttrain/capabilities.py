@@ -154,7 +154,7 @@ CONFLICTS: tuple[Conflict, ...] = (
     Conflict(
         _F.PRECOMPUTE,
         _F.OWN_TOKENIZER,
-        "top tokens are stored by the student's ids",
+        "scores are stored for the student's tokens",
         "Remove teacher.precompute",
     ),
     Conflict(_F.REWARD, _F.OWN_TOKENIZER, _CHUNKS),

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import psutil
+import pyarrow.compute as pc
 import torch
 
 from ..batching.micro_batch import MicroBatch
@@ -33,7 +34,7 @@ from ..scoring.attention_selection import row_multiple
 from ..scoring.head import BYTES_PER_LOGIT, META_MEMORY, max_kept_logits, tile_rows
 from ..scoring.layout_selection import supported_layouts
 from ..scoring.layouts import collate
-from ..teachers.options import precomputes
+from ..teachers.options import caches_hidden_states, precomputes
 from ..trainer.base import PostTrainer
 from ..trainer.config import PostTrainConfig
 from ..trainer.option_group import OptionKind
@@ -65,6 +66,7 @@ class MemoryEstimate:
     total: int  # sum of all of these
     available: int | None  # bytes of the device; None for a device that this machine does not have
     host: int  # bytes that an engine keeps in host memory for this device
+    disk: int  # largest size of the cached hidden states of a teacher, for all devices
     batch: dict[str, Any]  # rows and tokens of the longest micro-batch, and its layout
     phases: dict[str, int]  # total of each phase of the run
     process: int | None = (
@@ -100,6 +102,7 @@ class MemoryEstimate:
         others = [f"{name} {size / GIB:.2f}" for name, size in self.phases.items() if name != self.phase]
         lines += [f"  other parts of the run: {', '.join(others)}"] if others else []
         lines += [f"  in host memory for it: {self.host / GIB:.2f}"] if self.host else []
+        lines += [f"  hidden states of the teacher on disk: up to {self.disk / GIB:.2f}"] if self.disk else []
         return lines + [f"  {line}" for line in (*self.notes, *self.advice)]
 
 
@@ -206,6 +209,8 @@ class Run:
         judge_stays = rounds is not None and (not engine.gpu or rounds.steps is not None)
         judge_bytes = judge.weights.frozen if judge else 0
         second_in_training = second * self.second_models_stay()
+        if caches_hidden_states(config):
+            second_in_training += self.scorer.head.nbytes
         training = policy | {"second_model": second_in_training + judge_bytes * judge_stays, "other": self.other}
         between_steps = training | {"gradients": 0}
         sampling = between_steps | {"second_model": second_in_training + judge_bytes}
@@ -233,10 +238,24 @@ class Run:
             available=self.available,
             phases=totals,
             notes=notes,
+            disk=self.cached_states() if caches_hidden_states(config) else 0,
             process=round(HEAP_FACTOR * totals[largest]) if glibc else None,
             batch={"rows": self.train_rows, "tokens": self.train.input_ids.numel(), "layout": self.layout},
             **phases[largest],
         )
+
+    def cached_states(self) -> int:
+        """Return the bytes of the hidden states of the teacher for all rows, of rollouts with the largest length."""
+        config = self.config
+        tokens = 0
+        if self.trainer_class.method.rows.sampled:
+            tokens = len(self.rows["train"]) * config.num_generations * config.max_completion_length
+        else:
+            for rows in self.rows.values():
+                tables = [] if rows is None else rows.with_format("arrow").iter(1000)
+                tokens += sum(pc.sum(pc.list_value_length(table["completion_ids"])).as_py() for table in tables)
+        head = self.scorer.head
+        return tokens * head.shape[1] * head.element_size()
 
     def training_step(self) -> int:
         """Return the bytes of the longest micro-batch, in addition to the gradients of all weights."""

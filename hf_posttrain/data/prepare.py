@@ -52,7 +52,7 @@ FACTS = {  # facts about each example -> type in Arrow
     "unread": datasets.Value("string"),  # parts of its messages that the template does not write, separated by commas
     "keys": datasets.List(datasets.Value("int64")),  # hashes of the full prompt with each branch, or of the prompt
 }
-SCORE_COLUMNS = {"ref_logps", "teacher_ids", "teacher_logps"}
+SCORE_COLUMNS = {"ref_logps", "teacher_ids", "teacher_logps", "teacher_hidden"}
 ADDED_COLUMNS = {"mismatch_ids", "length", "images", "asked", *TEACHER_COLUMNS} | SCORE_COLUMNS
 """Columns that trainers and teachers add to prepared rows."""
 _PROBED_ROWS = 20

@@ -9,15 +9,17 @@ from transformers import TrainerCallback
 
 from ..errors import InputError
 from ..options import option
+from ..scoring.forward import LMHead
 from ..scoring.head import TileFunction
 from ..scoring.teacher_tiles import TeacherLogits
 from ..teachers.cross_tokenizer import alignment_metrics
 from ..teachers.eos import MergedEOS
 from ..teachers.factory import TeacherLike, build_teacher
 from ..teachers.inputs import DistillationBatch, DistillationCollator
+from ..teachers.local import TeacherStates
 from ..teachers.options import TeacherOptions
 from ..teachers.router import TeacherRouter
-from ..teachers.signal import Chunked, Dense, Request, Teacher, TeacherSignal
+from ..teachers.signal import Chunked, Dense, HiddenStates, Request, Teacher, TeacherSignal
 from ..trainer.base import PostTrainer
 from ..trainer.config import PostTrainConfig
 from .check_teacher import check_teacher
@@ -122,7 +124,9 @@ class DistillationTrainer(PostTrainer):
     collator_class = DistillationCollator
     teacher: Teacher | None
     cached_temperature: float | None = None
-    """Temperature of the precomputed scores in the rows, which replace the teacher."""
+    """Temperature of the precomputed top k in the rows, which replaces the teacher."""
+    teacher_head: LMHead | None = None
+    """Copy of the head of the teacher, which reads precomputed hidden states."""
 
     def __init__(
         self,
@@ -189,6 +193,9 @@ class DistillationTrainer(PostTrainer):
         Raises:
             InputError: The precomputed scores of the teacher are missing, or were computed at another temperature.
         """
+        if isinstance(batch.teacher_signal, HiddenStates):
+            assert self.teacher_head is not None
+            return Dense(TeacherStates(self.teacher_head, batch.teacher_signal.hidden, self.eos))
         if batch.teacher_signal is not None:
             if self.teacher is None and self.args.temperature != self.cached_temperature:
                 problem = (

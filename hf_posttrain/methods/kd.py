@@ -3,8 +3,8 @@
     loss = mean over trained tokens of  (1 - kd_coef) * -log q(token)  +  kd_coef * D(q, p)
 
 q is the distribution of the student, and p that of the teacher. The divergence D is computed at `temperature`, without
-a factor T^2. The teacher scores each batch together with the student. With `teacher: {top_k, precompute}` it scores all
-rows once before training, and its top tokens are cached.
+a factor T^2. The teacher scores each batch together with the student. With `teacher.precompute` it scores all rows
+once before training, and its hidden states are cached, or with `teacher.top_k` its top tokens.
 """
 
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ from torch import nn
 from ..options import option
 from ..scoring.layouts import Example, teacher_input_of
 from ..scoring.teacher_tiles import divergence_function
-from ..teachers.cache import precompute_top_k
+from ..teachers.cache import precompute_scores
 from ..teachers.inputs import DistillationBatch
 from ..trainer.loss_output import Losses
 from . import METHODS
@@ -104,7 +104,7 @@ class KDTrainer(DistillationTrainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.args.teacher.precompute and self.teacher is not None:
-            precompute_top_k(self, self.teacher, self.build_objective().request)
+            self.teacher_head = precompute_scores(self, self.teacher, self.build_objective().request)
             self.drop_teacher()
 
     def build_objective(self) -> Divergence:

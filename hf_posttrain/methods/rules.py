@@ -178,9 +178,10 @@ def teacher_option_problems(values: Any) -> Iterator[Problem]:
     """Yield the problems of the options of teachers in a Config."""
     options = values.teacher
     names = options.names or []
-    if options.precompute and options.top_k is None and not options.tokenizer:
-        problem = "teacher.precompute requires teacher.top_k. Set it to the number of tokens to keep for each position"
-        yield ("teacher.precompute", "teacher"), problem
+    if options.precompute and options.top_k is None and names:
+        problem = "teacher.precompute requires teacher.top_k with several teachers, which have several heads"
+        fix = "Set it to the number of tokens to keep for each position"
+        yield ("teacher.precompute", "teacher"), f"{problem}. {fix}"
     if not all(name.strip() for name in names):
         yield ("teacher.names", "teacher"), f"teacher.names={names!r} must not have empty names"
         return

@@ -9,7 +9,7 @@ import json
 import logging
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     from ..trainer.interface import TrainerInterface
 
 logger = logging.getLogger(__name__)
+CHUNK_TOKENS = 2**17
+"""Number of tokens whose scores are in memory before they are written."""
+_ROWS_FILE = "rows.arrow"
 _NON_NUMERIC_KEYS = ("_name_or_path", "architectures", "transformers_version", "use_cache")
 
 
@@ -71,9 +74,8 @@ def add_scores(
             raise InputError(conflict_message(option, Feature.STREAM))
         dataset = rows
 
-        def compute() -> datasets.Dataset:
-            title = f"Scores of {name} by the {scorer}"
-            return datasets.Dataset.from_list(score_rows(trainer, dataset, batch_size, score, title))
+        def compute() -> Iterator[list[dict[str, Any]]]:
+            return score_rows(trainer, dataset, batch_size, score, f"Scores of {name} by the {scorer}")
 
         # the key of one data set: the model, its rows, and the rest
         dataset_key = [key[0], rows_key(dataset, trainer), *key[1:], layout_key(trainer)]
@@ -92,14 +94,18 @@ def layout_key(trainer: "TrainerInterface") -> str:
 
 
 def load_or_compute(
-    key: list[Any], count: int, compute: Callable[[], datasets.Dataset], name: str, accelerator: Accelerator
+    key: list[Any],
+    count: int,
+    compute: Callable[[], Iterable[Sequence[dict[str, Any]]]],
+    name: str,
+    accelerator: Accelerator,
 ) -> datasets.Dataset:
     """Return the cached rows of a key. If a rank lacks them, all ranks compute them and one per machine writes them.
 
     Args:
         key: The key.
         count: Number of rows. A folder with fewer is damaged and is computed again.
-        compute: Returns the rows.
+        compute: Returns the rows in parts, which are written one after the other.
         name: Prefix of the folder.
         accelerator: The accelerator of the trainer.
     """
@@ -111,17 +117,35 @@ def load_or_compute(
         logger.info("%s: read from the cache %s", name, folder)
         return cached  # type: ignore[return-value]
 
-    rows = compute()
-    # written to a temporary folder and renamed, so that no other run reads a part of it
-    if accelerator.is_local_main_process and _load_complete(folder, count) is None:
-        shutil.rmtree(folder, ignore_errors=True)
+    parts = compute()
+    if accelerator.is_local_main_process:
         folder.parent.mkdir(parents=True, exist_ok=True)
+        # written to a temporary folder and renamed, so that no other run reads a part of it
         with tempfile.TemporaryDirectory(suffix=".partial", dir=folder.parent) as partial:
-            rows.save_to_disk(f"{partial}/rows")
-            with contextlib.suppress(OSError):  # another run or machine on the same disk was first
-                Path(partial, "rows").rename(folder)
+            _write(parts, Path(partial, "rows"))
+            if _load_complete(folder, count) is None:
+                shutil.rmtree(folder, ignore_errors=True)
+                with contextlib.suppress(OSError):  # another run or machine on the same disk was first
+                    Path(partial, "rows").rename(folder)
+    else:
+        for _ in parts:  # the other ranks take part in the scoring
+            pass
     accelerator.wait_for_everyone()
-    return datasets.load_from_disk(str(folder))
+    return datasets.Dataset.from_file(str(folder / _ROWS_FILE))
+
+
+def _write(parts: Iterable[Sequence[dict[str, Any]]], folder: Path) -> None:
+    """Write rows to a new folder, each part when it has been computed."""
+    folder.mkdir()
+    features = None
+    with contextlib.ExitStack() as stack:
+        for part in parts:
+            rows = datasets.Dataset.from_list(list(part), features=features)
+            table = rows.with_format("arrow")[:]
+            if features is None:
+                features = rows.features
+                writer = stack.enter_context(pa.ipc.new_stream(folder / _ROWS_FILE, table.schema))
+            writer.write_table(table)
 
 
 def _load_complete(folder: Path, count: int) -> datasets.Dataset | None:
@@ -130,8 +154,8 @@ def _load_complete(folder: Path, count: int) -> datasets.Dataset | None:
     Cleanups and full disks leave folders without files, or with a part of a file, which Arrow reads up to its end.
     """
     try:
-        rows = datasets.load_from_disk(str(folder))
-        return rows if len(rows) == count else None  # type: ignore[return-value]
+        rows = datasets.Dataset.from_file(str(folder / _ROWS_FILE))
+        return rows if len(rows) == count else None
     except (OSError, ValueError, pa.ArrowException):
         return None
 
@@ -142,11 +166,12 @@ def score_rows(
     batch_size: int,
     score: Callable[[MicroBatch], Sequence[Any]],
     title: str,
-) -> list[Any]:
-    """Return the scores of the rows, in their order, on every rank. The longest rows are scored first.
+) -> Iterator[list[Any]]:
+    """Yield the scores of the rows in their order, on every rank, in parts of about CHUNK_TOKENS tokens.
 
     Every rank makes the same number of calls, since the forward of a sharded model requires all of them. A rank without
-    further rows scores its last ones again.
+    further rows scores its last ones again. The longest rows of a part are scored first. If there are several parts,
+    the longest rows of all are scored once more before them, so that a lack of memory shows at once.
 
     Args:
         trainer: The trainer.
@@ -157,18 +182,40 @@ def score_rows(
     """
     accelerator = trainer.accelerator
     lengths = [sum(len(v) for v in row.values() if isinstance(v, list)) for row in rows]
-    order = sorted(range(len(rows)), key=lengths.__getitem__, reverse=True)
-    parts = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
-    local_scores: dict[int, Any] = {}
+    chunks = _chunks(lengths, CHUNK_TOKENS)
     world = accelerator.num_processes
     rank = accelerator.process_index
-    # in each iteration every rank takes one part, of about equal lengths
-    for first in tqdm(range(0, len(parts), world), desc=title, disable=not accelerator.is_local_main_process):
-        chosen = parts[min(first + rank, len(parts) - 1)]
+
+    def score_batch(chosen: list[int]) -> dict[int, Any]:
+        """Return the scores of some rows by their number."""
         batch: Any = trainer._prepare_inputs(trainer.data_collator([rows[i] for i in chosen]))
-        local_scores |= zip(chosen, score(batch), strict=True)
-    scores = {number: value for part in gather_object([local_scores]) for number, value in part.items()}
-    return [scores[number] for number in range(len(rows))]
+        return dict(zip(chosen, score(batch), strict=True))
+
+    if len(chunks) > 1:
+        score_batch(sorted(range(len(rows)), key=lengths.__getitem__, reverse=True)[:batch_size])
+    with tqdm(total=len(rows), desc=title, disable=not accelerator.is_local_main_process) as progress:
+        for chunk in chunks:
+            order = sorted(chunk, key=lengths.__getitem__, reverse=True)
+            batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
+            local_scores: dict[int, Any] = {}
+            # in each iteration every rank takes one batch, of about equal lengths
+            for first in range(0, len(batches), world):
+                local_scores |= score_batch(batches[min(first + rank, len(batches) - 1)])
+                progress.update(sum(map(len, batches[first : first + world])))
+            scores = {number: value for part in gather_object([local_scores]) for number, value in part.items()}
+            yield [scores[number] for number in chunk]
+
+
+def _chunks(lengths: Sequence[int], size: int) -> list[range]:
+    """Return consecutive ranges of rows with at most `size` tokens each, or a single longer row."""
+    starts = [0]
+    tokens = 0
+    for number, length in enumerate(lengths):
+        tokens += length
+        if tokens > size and number > starts[-1]:
+            starts.append(number)
+            tokens = length
+    return [range(start, stop) for start, stop in zip(starts, [*starts[1:], len(lengths)], strict=True)]
 
 
 def model_key(model: nn.Module, with_adapter: bool = True) -> str:

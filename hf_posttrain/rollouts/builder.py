@@ -9,7 +9,7 @@ import torch
 from ..errors import InputError
 from ..generation import rollout
 from ..scoring.layouts import Branch, Example, balance_groups, teacher_input_of
-from ..teachers.signal import TopK
+from ..teachers.columns import from_columns
 from .batch import RolloutBatch
 from .completion import Completion, Rollout
 from .interface import OnPolicyInterface
@@ -182,10 +182,7 @@ class RolloutBuilder:
             batch = batch.replace(sampler_logps=logps)
         if rollouts[0].teacher is not None:
             scores = [score for answer in rollouts for score in answer.teacher or ()]
-            names = ("teacher_ids", "teacher_logps", "teacher_own")
-            batch = batch.replace(
-                teacher_signal=TopK(*(per_token([score[name] for score in scores]) for name in names))
-            )
+            batch = batch.replace(teacher_signal=from_columns(scores, per_token))
         if self.reward:
             advantage = self.reward.options.coef * group_advantage(batch.grades)
             batch = batch.replace(reward_advantage=advantage.flatten()[batch.owner])

@@ -19,8 +19,8 @@ class Rollout:
 
     prompt: list[int]
     completions: list[Completion]
-    teacher: list[dict[str, list[Any]]] | None = None
-    """Teacher's scores of the tokens of each completion: `teacher_ids`, `teacher_logps` and `teacher_own`."""
+    teacher: list[dict[str, Any]] | None = None
+    """Teacher's scores of the tokens of each completion, as columns of `teachers.columns`."""
 
 
 class Sampler(Protocol):

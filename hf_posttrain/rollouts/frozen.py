@@ -1,7 +1,7 @@
 """Rollouts that are sampled once, before the first optimizer step, and cached on disk (arXiv 2610.11291)."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -13,7 +13,9 @@ from ..errors import InputError
 from ..generation import rollout
 from ..models import score_cache
 from ..scoring.layouts import Branch, Example, teacher_input_of
-from ..teachers.signal import Request, Teacher, TopK
+from ..teachers.cache import frozen_head, scores_key, storable_scores
+from ..teachers.columns import to_columns
+from ..teachers.signal import Request, Teacher
 from .completion import Completion, Rollout
 from .interface import OnPolicyInterface
 from .source import OnPolicy
@@ -91,18 +93,18 @@ class Frozen(OnPolicy):
             args.fp16,
         ]
 
-        def sample() -> datasets.Dataset:
+        def sample() -> list[list[dict[str, Any]]]:
             if has_moved:
                 raise InputError(
                     "rollouts: frozen: the rollouts of these rows are no longer in the cache of data sets, and the "
                     "policy has been trained since the start of the run. Train from the start, with a new trainer"
                 )
             logger.info("sampling %d rollouts of each of %d prompts, once", args.num_generations, len(prompts))
-            return self._sample(prompts)
+            return [self._sample(prompts)]
 
         return score_cache.load_or_compute(key, len(prompts), sample, "rollouts", trainer.accelerator)
 
-    def _sample(self, prompts: datasets.Dataset) -> datasets.Dataset:
+    def _sample(self, prompts: datasets.Dataset) -> list[dict[str, Any]]:
         """Sample chunks of prompts, which the ranks divide among themselves; each chunk has its own random numbers."""
         self.trainer.sampler.synchronize()
         accelerator = self.trainer.accelerator
@@ -120,13 +122,11 @@ class Frozen(OnPolicy):
                 sampled[number] = super().rollouts(rows, seed, self.max_tokens())
 
         chunks = {number: rollouts for part in gather_object([sampled]) for number, rollouts in part.items()}
-        return datasets.Dataset.from_list(
-            [
-                {"rollout_ids": [completion.ids for completion in answer.completions]}
-                for _, rollouts in sorted(chunks.items())
-                for answer in rollouts
-            ]
-        )
+        return [
+            {"rollout_ids": [completion.ids for completion in answer.completions]}
+            for _, rollouts in sorted(chunks.items())
+            for answer in rollouts
+        ]
 
     def _load_or_score(self, sampled: datasets.Dataset) -> datasets.Dataset:
         """Return `teacher` of all rows, K x {teacher_ids, ...} each. All ranks call it."""
@@ -134,22 +134,16 @@ class Frozen(OnPolicy):
         args = self.trainer.args
         names = [name for name in (*PROMPT_COLUMNS, *TEACHER_COLUMNS) if name in self.dataset.column_names]
         rows = datasets.concatenate_datasets([self.dataset.select_columns(names), sampled], axis=1)
-        merged_eos = trainer.eos.ids.tolist()
         request: Request = trainer.request("dense", args.teacher.top_k)
         key = [
             self.teacher.key(),
             score_cache.rows_key(rows, trainer),
-            request.top_k,
-            args.temperature,
-            trainer.vocabulary,
-            args.bf16,
-            args.fp16,
-            merged_eos,
+            *scores_key(trainer, request),
             score_cache.layout_key(trainer),
         ]
 
-        def score(prompts: Any) -> list[dict[str, Any]]:
-            prompt_rows = prompts.prompts.items
+        def lay_out(prompt_rows: Sequence[dict[str, Any]]) -> Any:
+            """Return the batch of the rollouts of some rows."""
             examples = [
                 Example(
                     row["prompt_ids"],
@@ -159,26 +153,21 @@ class Frozen(OnPolicy):
                 )
                 for row in prompt_rows
             ]
-            batch = trainer._prepare_inputs(trainer.data_collator.lay_out(examples))
-            signal = self.teacher.signal(batch, request)
-            assert isinstance(signal, TopK)
-            assert signal.targets is not None
-            columns = {"teacher_ids": signal.ids, "teacher_logps": signal.logps, "teacher_own": signal.targets}
-            branches = iter(range(len(batch.row)))
-            return [
-                {
-                    "teacher": [
-                        {name: values[batch.owner == n].tolist() for name, values in columns.items()}
-                        for n in islice(branches, args.num_generations)
-                    ]
-                }
-                for _ in prompt_rows
-            ]
+            return trainer._prepare_inputs(trainer.data_collator.lay_out(examples))
 
-        def compute() -> datasets.Dataset:
+        if request.kind == "dense":
+            trainer.teacher_head = frozen_head(self.teacher, lay_out([rows[0]]), request)
+
+        def score(prompts: Any) -> list[dict[str, Any]]:
+            prompt_rows = prompts.prompts.items
+            batch = lay_out(prompt_rows)
+            scores = storable_scores(self.teacher, batch, request)
+            answers = iter([to_columns(scores, batch.owner == number) for number in range(len(batch.row))])
+            return [{"teacher": [*islice(answers, args.num_generations)]} for _ in prompt_rows]
+
+        def compute() -> Iterator[list[dict[str, Any]]]:
             title = "Scores of frozen rollouts by the teacher"
-            size = args.per_device_eval_batch_size
-            return datasets.Dataset.from_list(score_cache.score_rows(trainer, rows, size, score, title))
+            return score_cache.score_rows(trainer, rows, args.per_device_eval_batch_size, score, title)
 
         return score_cache.load_or_compute(key, len(rows), compute, "teacher", trainer.accelerator)
 

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any, Literal
 
+from ..scoring.forward import LMHead
 from ..teachers.eos import MergedEOS
 from ..teachers.signal import Request, Teacher
 from ..trainer.interface import TrainerInterface
@@ -27,6 +28,7 @@ class OnPolicyInterface(SamplingInterface):
     """A trainer that scores its rollouts with a teacher."""
 
     teacher: Teacher | None
+    teacher_head: LMHead | None
     rollouts: "RolloutBuilder"
 
     @property

@@ -409,7 +409,8 @@ class InRounds(PostTrainer, SamplingInterface):
             return reference.logps(self.model_wrapped, batch).float().tolist()
 
         size = self.args.per_device_eval_batch_size
-        return rows.add_column("ref_logps", score_rows(self, rows, size, score, "Scores by the reference"))
+        parts = score_rows(self, rows, size, score, "Scores by the reference")
+        return rows.add_column("ref_logps", [scores for part in parts for scores in part])
 
     # ---- evaluation
 

@@ -21,7 +21,8 @@ from ..batching.micro_batch import Deferred, MicroBatch
 from ..data.align import Aligner, Alignment
 from ..scoring.layouts import Branch, Collator, Example, TeacherInput
 from .batch import TeacherBatch
-from .signal import TeacherSignal, TopK
+from .columns import from_columns
+from .signal import HiddenStates, TeacherSignal
 
 STUDENT_INPUT = TeacherInput()
 """Input of a teacher that reads the example of the student."""
@@ -32,12 +33,12 @@ class DistillationBatch(MicroBatch):
     """Micro-batch with the inputs of teachers, and with the signal of a teacher that was computed before the step."""
 
     teacher_inputs: dict[str, TeacherBatch] | None = None  # by teacher; None if it reads this batch
-    teacher_signal: TeacherSignal | None = None  # from a cache or a server
+    teacher_signal: TeacherSignal | HiddenStates | None = None  # from a cache or a server
 
     def per_token(self, values: Sequence[Any]) -> Tensor:
-        """Concatenate lists of values of the scored tokens of each branch to values of all scored tokens, [N, ...]."""
+        """Concatenate values of the scored tokens of each branch to values of all scored tokens, [N, ...]."""
         order = torch.unique_consecutive(self.owner).tolist()  # order of the branches in the batch
-        return torch.cat([torch.tensor(values[number]) for number in order])
+        return torch.cat([torch.as_tensor(values[number]) for number in order])
 
 
 def teacher_batch(batch: MicroBatch, name: str) -> MicroBatch:
@@ -108,7 +109,7 @@ class TeacherInputs:
 
 @dataclass
 class DistillationCollator(Collator):
-    """Lays out rows for student and teacher, with the top k of the teacher if the rows have it."""
+    """Lays out rows for student and teacher, with the scores of the teacher if the rows have them."""
 
     teacher_inputs: TeacherInputs | None = None
     batch_class = DistillationBatch
@@ -123,12 +124,8 @@ class DistillationCollator(Collator):
     def __call__(self, rows: list[dict[str, Any]]) -> MicroBatch:
         """Lay out prepared rows."""
         batch = super().__call__(rows)
-        if "teacher_ids" not in rows[0]:
-            return batch
         assert isinstance(batch, DistillationBatch)
-        ids = batch.per_token([row["teacher_ids"] for row in rows])
-        logps = batch.per_token([row["teacher_logps"] for row in rows])
-        return batch.replace(teacher_signal=TopK(ids, logps))
+        return batch.replace(teacher_signal=from_columns(rows, batch.per_token))
 
 
 def _teacher_example(example: Example, teacher_input: TeacherInput) -> Example:

@@ -35,14 +35,14 @@ class TeacherStates:
 
     @classmethod
     def from_model(
-        cls, model: nn.Module, batch: MicroBatch, copy_head: bool, eos: MergedEOS | None = None
+        cls, model: nn.Module, batch: MicroBatch, is_copied: bool, eos: MergedEOS | None = None
     ) -> "TeacherStates":
         """Run the forward pass of the teacher.
 
         Args:
             model: The teacher.
             batch: The batch of the teacher.
-            copy_head: Whether to copy the weights of the head during the forward pass, because they are not available
+            is_copied: Whether to copy the weights of the head during the forward pass, because they are not available
                 after it.
             eos: EOS ids to merge in the logits.
 
@@ -52,7 +52,7 @@ class TeacherStates:
         heads: list[LMHead] = []
 
         def scorer(head: LMHead, hidden: Tensor) -> dict[str, Tensor]:
-            heads.append(_copy_head(head) if copy_head else head)
+            heads.append(copy_head(head) if is_copied else head)
             return {"hidden": forward.scored_hidden_states(hidden, batch)}
 
         hidden = forward.run(model, batch, scorer)["hidden"]
@@ -81,7 +81,7 @@ class TeacherStates:
             yield rows, log_softmax(at_temperature(self.logits(rows), temperature))
 
 
-def _copy_head(head: LMHead) -> LMHead:
+def copy_head(head: LMHead) -> LMHead:
     """Return the head with a copy of its weights.
 
     Raises:
@@ -91,7 +91,9 @@ def _copy_head(head: LMHead) -> LMHead:
         return head
     if (linear := head.linear) is None:
         problem = "the head of the teacher is not a plain linear layer, because it has an adapter or is quantized"
-        raise InputError(f"{problem}. Merge the adapter, or do not shard or offload the teacher")
+        raise InputError(
+            f"{problem}. Merge the adapter, or do not shard or offload the teacher, nor cache its hidden states"
+        )
     copied = nn.Linear(linear.weight.shape[1], linear.weight.shape[0], linear.bias is not None, device="meta")
     for name in dict(copied.named_parameters()):
         setattr(copied, name, nn.Parameter(getattr(linear, name).detach().clone(), requires_grad=False))
@@ -147,7 +149,7 @@ class LocalTeacher(FrozenModel, TrainerCallback):
         """Return the head and the hidden states of a batch of the teacher, with EOS ids to merge in the logits."""
         # The head is used after the forward pass, so its weights are copied if they are not available by then.
         with torch.no_grad(), self.accelerator.autocast(), self as model:
-            return TeacherStates.from_model(model, batch, copy_head=self.needs_head_copy, eos=eos)
+            return TeacherStates.from_model(model, batch, is_copied=self.needs_head_copy, eos=eos)
 
     @property
     def needs_head_copy(self) -> bool:

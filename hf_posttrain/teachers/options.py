@@ -31,8 +31,8 @@ class TeacherOptions(OptionKind):
     )
     precompute: bool = option(
         False,
-        "Score all rows once before training, and cache the top_k tokens of the teacher on disk. Rollouts must be "
-        "frozen.",
+        "Score all rows once before training, and cache the top_k tokens of the teacher on disk, or without top_k its "
+        "hidden states, from which its head computes the whole distribution. Rollouts must be frozen.",
     )
     merge_eos: bool | None = option(
         None,
@@ -65,3 +65,8 @@ def precomputes(config: "PostTrainConfig") -> bool:
     """Return whether the teacher scores the rows once, before training."""
     teacher = getattr(config, "teacher", None)
     return teacher is not None and teacher.precompute
+
+
+def caches_hidden_states(config: "PostTrainConfig") -> bool:
+    """Return whether the scores are hidden states, so that the head of the teacher stays in memory."""
+    return precomputes(config) and config.teacher.top_k is None  # type: ignore[attr-defined]

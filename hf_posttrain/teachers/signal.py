@@ -95,6 +95,21 @@ class Chunked:
     start_probs: Tensor | None = None  # [M], see `cross_tokenizer.start_probability`, given together with `states`
 
 
+@dataclass(frozen=True)
+class HiddenStates:
+    """Precomputed input of the head of the teacher at each scored token, from which the head makes a `Dense` signal."""
+
+    hidden: Tensor  # [N, H], in the dtype of the head
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
+        """Return a copy on `device`."""
+        return type(self)(self.hidden.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> Self:
+        """Return a copy in pinned memory."""
+        return type(self)(self.hidden.pin_memory())
+
+
 TeacherSignal: TypeAlias = Dense | TopK | Sampled | Chunked
 
 

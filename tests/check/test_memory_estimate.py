@@ -449,6 +449,19 @@ def test_a_judge_is_on_a_gpu_while_it_judges_or_stays(section, stays, tmp_path):
     assert weights < fewer["judging"] < found["judging"]
 
 
+def test_the_head_of_a_teacher_stays_for_its_hidden_states(tmp_path):
+    path = write_recipe(tmp_path, "kd")
+    top, hidden = (
+        memory.estimate(*prepared(path, "teacher.precompute=true", *more)) for more in (["teacher.top_k=8"], [])
+    )
+    size = SIZES["big"]["vocab_size"] * SIZES["big"]["hidden_size"]
+    difference = hidden.phases["training step"] - top.phases["training step"]
+    assert difference == pytest.approx(4 * size, rel=0.02)  # the memory of the process itself changes a little
+    states = 4 * SIZES["big"]["hidden_size"] * 32 * ANSWER
+    assert (top.disk, hidden.disk) == (0, states)
+    assert f"hidden states of the teacher on disk: up to {states / 2**30:.2f}" in "\n".join(hidden.lines())
+
+
 def test_what_does_not_fit_gets_advice(tmp_path):
     given = prepared(write_recipe(tmp_path, "tiny"), "train.activation_checkpointing=false")
     fits = memory.estimate(*given)

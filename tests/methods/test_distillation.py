@@ -6,11 +6,13 @@ import logging
 import weakref
 
 import datasets
+import pyarrow as pa
 import pytest
 import torch
 from models_for_tests import tiny_model
+from safetensors.torch import load
 from tokenizers_for_tests import base_tokenizer, byte_tokenizer
-from training_for_tests import assert_same_step, fix_rollouts, one_step, token_rows, trainer_for
+from training_for_tests import Gradients, assert_same_step, fix_rollouts, one_step, token_rows, trainer_for
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 import hf_posttrain
@@ -273,6 +275,76 @@ def test_a_cached_top_k_teacher(k, tmp_path):
         assert_same_step(cached, online)
     else:
         assert 0 < online[0] - cached[0] < 0.4 * online[0]  # the tail in one bucket: a lower bound of the divergence
+
+
+@pytest.mark.parametrize("prompt", [None, "Hint: 4. {{ prompt }}"])
+@pytest.mark.parametrize("method", ["kd", "opd"])
+def test_cached_hidden_states_are_the_teacher(method, prompt, tmp_path):
+    """Exactly, at any temperature, from the cache as well, and after training on the same rollouts."""
+    if method == "kd":
+        config = {"divergence": "jsd", "temperature": 2.0, "max_steps": 2, "learning_rate": 1e-3}
+        rows = token_rows("kd")
+    else:
+        config = {"rollouts": "frozen", "diagnostics": False, "max_steps": 2, "learning_rate": 1e-3}
+        rows = token_rows("opd")
+    if prompt:
+        tokenizer = byte_tokenizer()
+        rows = rows.add_column("teacher_prompt_ids", [tokenizer(f"Hint {n}")["input_ids"] for n in range(len(rows))])
+        rows = rows.add_column("teacher", [""] * len(rows))
+    runs = []
+    for precompute in (False, True, True):
+        keep = Gradients()
+        trainer = trainer_for(
+            method,
+            tiny_model(),
+            rows,
+            tmp_path,
+            second=tiny_model(seed=9),
+            callbacks=[keep],
+            teacher={"precompute": precompute, "prompt": prompt},
+            **config,
+        )
+        trainer.train()
+        runs.append((trainer.state.log_history[1]["loss"], keep.steps[1]))
+        assert (trainer.teacher is None) == (method == "kd" and precompute)
+    assert_same_step(runs[1], runs[0])
+    assert_same_step(runs[2], runs[0])
+    if method == "kd":
+        stored = load(trainer.train_dataset[0]["teacher_hidden"])["hidden"]
+        assert stored.shape == (sum(rows[0]["completion_mask"]), trainer.model.config.hidden_size)
+
+
+def test_cached_hidden_states_are_in_the_dtype_of_the_head(tmp_path):
+    teacher = tiny_model(seed=9).bfloat16()
+    logits = []
+    for precompute in (True, False):
+        options = {"teacher": {"precompute": precompute}, "per_device_eval_batch_size": 1}
+        trainer = trainer_for("kd", tiny_model(), token_rows("kd"), tmp_path, second=teacher, **options)
+        row = trainer.train_dataset[0]
+        batch = trainer._prepare_inputs(trainer.data_collator([row]))
+        logits.append(trainer.signal(batch, trainer.build_objective().request).logits.logits(slice(None)))
+        if precompute:
+            assert load(row["teacher_hidden"])["hidden"].dtype == torch.bfloat16
+    torch.testing.assert_close(*logits, rtol=0, atol=0)
+
+
+def test_scores_are_written_in_parts(tmp_path, monkeypatch):
+    from hf_posttrain.models import score_cache
+
+    rows = token_rows("kd", 13)
+    tables = []
+    for size in (2**17, 40):
+        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / str(size))
+        monkeypatch.setattr(score_cache, "CHUNK_TOKENS", size)
+        options = {"teacher": {"precompute": True}, "per_device_eval_batch_size": 2}
+        trainer = trainer_for("kd", tiny_model(), rows, tmp_path, second=tiny_model(seed=9), **options)
+        tables.append([load(row["teacher_hidden"])["hidden"] for row in trainer.train_dataset])
+        [file] = (tmp_path / str(size)).rglob("rows.arrow")
+        with pa.ipc.open_stream(file) as reader:
+            parts = [batch.num_rows for batch in reader]
+        assert (len(parts) == 1) == (size > 40)
+        assert sum(parts) == 13
+    torch.testing.assert_close(tables[0], tables[1], rtol=1e-5, atol=1e-6)
 
 
 def test_the_cache_is_bound_to_token_ids_and_tokenizer(tmp_path, monkeypatch):

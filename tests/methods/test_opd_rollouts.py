@@ -286,7 +286,8 @@ def test_the_sign_has_the_gradient_of_its_definition(tmp_path, monkeypatch):
      ({"token_weights": 3}, "must be one of cumulative, top_share, .* not 3"),
      ({"token_weights": {"share": 0.5}}, "token_weights requires token_weights.name"),
      ({"teacher": {"top_k": 4, "precompute": True}}, "teacher.precompute cannot be combined with rollouts that are"),
-     ({"teacher": {"precompute": True}, "rollouts": "frozen"}, "teacher.precompute requires teacher.top_k"),
+     ({"teacher": {"precompute": True, "names": ["a", "b"]}, "rollouts": "frozen"},
+      "teacher.precompute requires teacher.top_k with several teachers"),
      (SCORED | {"lmbda": 0.5}, "lmbda"), (SCORED | {"teacher": {"top_k": 0, "precompute": True}}, "at least 1"),
      ({"rollouts": {"source": "replay", "fresh_fraction": 0.0}}, "rollouts.fresh_fraction=0 must be in")],
 )  # fmt: skip
