@@ -47,6 +47,7 @@ class MicroBatch(ModelOutput):
     # ---- scored tokens, branches and rows
     scored: Tensor = None  # type: ignore[assignment]  # [N], indices in `shift_labels.flatten()` that have a target
     owner: Tensor = None  # type: ignore[assignment]  # [N], branch of each scored token
+    target_weights: Tensor | None = None  # [N], weight of each scored token in the loss; None: 1
     row: Tensor = None  # type: ignore[assignment]  # [branches], dataset row of each branch
     index: Tensor = None  # type: ignore[assignment]  # [dataset rows], number in the dataset, -1 if unknown
     row_weights: Tensor | None = None  # [dataset rows], 0 for a row that only completes the last batch of a pass

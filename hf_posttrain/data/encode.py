@@ -54,6 +54,7 @@ class Plan(NamedTuple):
         image_ids: Ids of tokens that are replaced by image features, if the model reads images.
         image_folder: Folder that relative paths of images start from.
         reasoning: Whether the reasoning of assistants is kept (keep) or dropped (drop).
+        text_weights: Regular expressions of texts in the answer, with the weights of their tokens.
         keep_prompt: Whether the raw prompt is kept next to its ids, for judges of answers.
         version: Version of the encoding.
     """
@@ -76,6 +77,7 @@ class Plan(NamedTuple):
     image_folder: str | None = None
     reasoning: str | None = None
     keep_prompt: bool = False
+    text_weights: Mapping[str, float] | None = None
     version: int = VERSION
 
 
@@ -463,7 +465,10 @@ def with_context(sample: Sample, plan: Plan) -> Sample:
     size = len(prompt) if prompt and not all_trained else max(1, mask.index(1) if 1 in mask else 1)
     if plan.image_ids:  # tokens that are replaced by image features are never trained
         mask = [int(is_trained and token not in plan.image_ids) for is_trained, token in zip(mask, ids, strict=True)]
-    return sample._replace(prompt=ids[:size], branches=[ids[size:]], mask=mask[size:])
+    weights = sample.weights and [1.0] * len(prompt) + sample.weights
+    return sample._replace(
+        prompt=ids[:size], branches=[ids[size:]], mask=mask[size:], weights=weights and weights[size:]
+    )
 
 
 def truncate(sample: Sample, plan: Plan) -> tuple[Sample, int]:
@@ -475,6 +480,7 @@ def truncate(sample: Sample, plan: Plan) -> tuple[Sample, int]:
     prompt = sample.prompt
     branches = sample.branches
     mask = sample.mask
+    weights = sample.weights
     if plan.rows.sampled:
         prompt = _truncate_left(prompt, plan.max_length, plan.bos) if plan.max_length else prompt
     elif plan.max_length is not None:
@@ -483,6 +489,7 @@ def truncate(sample: Sample, plan: Plan) -> tuple[Sample, int]:
         prompt = _truncate_left(prompt, size, plan.bos)
         branches = [branch[: plan.max_length - len(prompt)] for branch in branches]
         mask = mask and mask[: len(branches[0])]
+        weights = weights and weights[: len(branches[0])]
 
     def count_image_tokens(prompt: list[int], branches: list[list[int]]) -> int:
         return sum(token in plan.image_ids for part in (prompt, *branches) for token in part)
@@ -494,7 +501,8 @@ def truncate(sample: Sample, plan: Plan) -> tuple[Sample, int]:
     bits = IMAGE_TRUNCATED * loses_image + NO_TARGET * has_no_target
     bits += PROMPT_TRUNCATED * (prompt != sample.prompt) + COMPLETION_TRUNCATED * (branches != sample.branches)
     is_identical = len(branches) == 2 and branches[0] == branches[1]
-    return sample._replace(prompt=prompt, branches=branches, mask=mask), bits + IDENTICAL * is_identical
+    kept = sample._replace(prompt=prompt, branches=branches, mask=mask, weights=weights)
+    return kept, bits + IDENTICAL * is_identical
 
 
 def _truncate_left(prompt: list[int], size: int, bos: int | None) -> list[int]:

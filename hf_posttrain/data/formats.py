@@ -42,6 +42,7 @@ class Sample(NamedTuple):
     images: tuple[dict, ...] = ()  # as returned by `images.to_stored_image`, in the order of their places in the text
     expansions: tuple[str, ...] = ()  # the text that replaces each image
     margin: float = 0.0  # smallest difference between the rewards of a pair
+    weights: list[float] | None = None  # of the tokens of the only branch; None: 1
 
     @property
     def is_chat(self) -> bool:

@@ -39,6 +39,7 @@ from .messages import has_nested_null, without_none
 from .packing import example_lengths
 from .row_schema import Reader, RowKind
 from .teacher_prompts import TEACHER_COLUMNS, build_teacher_plan, raw_teacher_columns
+from .text_weights import SPAN_COLUMN, weighted_sample
 
 logger = logging.getLogger(__package__)
 notes_logger = logging.getLogger(f"{__package__}.notes")  # lines that the audit shows too
@@ -53,7 +54,7 @@ FACTS = {  # facts about each example -> type in Arrow
     "keys": datasets.List(datasets.Value("int64")),  # hashes of the full prompt with each branch, or of the prompt
 }
 SCORE_COLUMNS = {"ref_logps", "teacher_ids", "teacher_logps", "teacher_hidden"}
-ADDED_COLUMNS = {"mismatch_ids", "length", "images", "asked", *TEACHER_COLUMNS} | SCORE_COLUMNS
+ADDED_COLUMNS = {"token_weights", "mismatch_ids", "length", "images", "asked", *TEACHER_COLUMNS} | SCORE_COLUMNS
 """Columns that trainers and teachers add to prepared rows."""
 _PROBED_ROWS = 20
 """Number of rows that are searched for a prompt or images in columns that are not read."""
@@ -87,6 +88,7 @@ def prepare(
     extra_columns: tuple[str, ...] = TEACHER_COLUMNS if build_teacher_plan(config) else ()
     extra_columns += ("images",) if get_image_reader(tokenizer) else ()
     extra_columns += ("asked",) if getattr(config, "keep_asked", False) else ()
+    extra_columns += ("token_weights",) if _has_weights(dataset, method, config) else ()
 
     # prepared rows have these types, or lists of them if packed; other rows of ids are not truncated yet
     required = {*method.rows.columns, "index", *extra_columns}
@@ -176,6 +178,11 @@ def _check_length(prepared: AnyDataset, rows: RowKind, config: object, name: str
         )
 
 
+def _has_weights(dataset: AnyDataset, method: Reader, config: object) -> bool:
+    """Return whether tokens of the rows have weights."""
+    return method.rows.masked and bool(getattr(config, "text_weights", None) or SPAN_COLUMN in _columns(dataset))
+
+
 def _columns(dataset: AnyDataset) -> list[str]:
     return dataset.column_names or list(next(iter(dataset), {}))
 
@@ -189,6 +196,7 @@ def _features(rows: RowKind, facts: bool = True, extra_columns: Sequence[str] = 
         **FACTS,
     }
     types |= {"teacher": datasets.Value("string"), "images": IMAGES_TYPE, "asked": datasets.Value("string")}
+    types["token_weights"] = datasets.List(datasets.Value("float32"))
     ids = datasets.List(datasets.Value("int32"))
     names = (*rows.columns, *extra_columns, *(FACTS if facts else ()))
     return datasets.Features({name: types.get(name, ids) for name in names})
@@ -239,6 +247,7 @@ def tokenize_dataset(
         *(TEACHER_COLUMNS if teacher else ()),
         *(["images"] if with_images else []),
         *(["asked"] if plan.keep_prompt else []),
+        *(["token_weights"] if _has_weights(dataset, method, config) else []),
     )
     features = _features(method.rows, extra_columns=extra_columns)
     filled = null_filled_columns(dataset)
@@ -325,8 +334,10 @@ def columns_read(dataset: AnyDataset, name: str, method: Reader, config: object)
 def _answer_columns(method: Reader) -> set[str]:
     """Return columns, in addition to the format's, that describe the answers of the data.
 
-    These are the label of a reference answer, and the margin of a pair.
+    These are the label of a reference answer, the margin of a pair, and weights of spans.
     """
+    if method.rows.masked:
+        return {SPAN_COLUMN}
     return {"label"} if method.rows.sampled else {"margin"} & {*method.rows.columns}
 
 
@@ -500,6 +511,10 @@ def build_plan(form: str, method: Reader, tokenizer: PreTrainedTokenizerBase, co
     is_ids = "_ids" in form
     # the options of a mask are ignored for rows without one, which may be the prompts of rounds that train with a mask
     masked = method.rows.masked
+    text_weights = option("text_weights") if masked else None
+    if text_weights and not tokenizer.is_fast:
+        problem = f"{type(tokenizer).__name__} does not map tokens to characters"
+        raise InputError(f"text_weights requires a fast tokenizer. {problem}")
     completion_only = option("completion_only_loss") if masked else None
     turns = option("train_on") if masked else None
     assistant_only = masked and (bool(option("assistant_only_loss")) or turns in ("assistant", "last"))
@@ -539,6 +554,7 @@ def build_plan(form: str, method: Reader, tokenizer: PreTrainedTokenizerBase, co
         image_folder=option("image_folder"),
         reasoning=option("reasoning"),
         keep_prompt=bool(option("keep_asked")),
+        text_weights=text_weights,
     )
 
 
@@ -574,6 +590,7 @@ def tokenise(
         raw_rows += [raw_row] * len(row_samples)
 
     # 2. tokenize the samples of the whole batch together
+    raw_samples = samples
     bits = [state_bits(sample, plan) for sample in samples]
     extra_columns = (
         teacher_columns(raw_rows, samples, row_numbers, tokenizer, plan, plan.teacher) if plan.teacher else {}
@@ -584,6 +601,7 @@ def tokenise(
         if rows[0] == 0:
             check_misread(batch, samples, plan, tokenizer)
         samples = encode(samples, row_numbers, tokenizer, plan)
+    samples = _with_weights(samples, raw_samples, raw_rows, row_numbers, tokenizer, plan)
 
     # 3. truncate each sample, and record facts for the audit
     examples = []
@@ -611,6 +629,7 @@ def tokenise(
                 "completion_mask": kept.mask,
                 "label": kept.label,
                 "margin": kept.margin,
+                "token_weights": kept.weights or [1.0] * len(branches[0]),
                 "prompt_key": prompt_key(full.prompt, full.images),
                 "row": number,
                 "state": state | prompt_state & TRUNCATED | sample_bits,
@@ -622,8 +641,30 @@ def tokenise(
                 "images": list(kept.images),
             }
         )
-    columns = (*plan.rows.columns, *FACTS, *(["images"] if reader else []))
+    has_weights = plan.rows.masked and (plan.text_weights or SPAN_COLUMN in batch)
+    columns = (*plan.rows.columns, *FACTS, *(["images"] if reader else []), *(["token_weights"] if has_weights else []))
     return {column: [example[column] for example in examples] for column in columns} | extra_columns
+
+
+def _with_weights(
+    samples: list[Sample],
+    raw_samples: list[Sample],
+    raw_rows: list[dict[str, Any]],
+    row_numbers: list[int],
+    tokenizer: PreTrainedTokenizerBase,
+    plan: Plan,
+) -> list[Sample]:
+    """Return encoded samples with the weights of `text_weights` and `span_weights`, if the rows have any."""
+    if not plan.rows.masked:
+        return samples
+    weighted = []
+    for sample, raw, row, number in zip(samples, raw_samples, raw_rows, row_numbers, strict=True):
+        spans = row.get(SPAN_COLUMN) or []
+        if spans or plan.text_weights:
+            with error_context(f"{plan.name}, row {number}"):
+                sample = weighted_sample(sample, raw, spans, plan.text_weights or {}, tokenizer)
+        weighted.append(sample)
+    return weighted
 
 
 def _prompt_as_json(sample: Sample, plan: Plan) -> str:
@@ -643,7 +684,8 @@ def _keep_complete_images(sample: Sample, reader: ImageReader) -> Sample:
     """
     if sample.mask:
         end = len(sample.mask) - sample.mask[::-1].index(1)
-        sample = sample._replace(branches=[sample.branches[0][:end]], mask=sample.mask[:end])
+        weights = sample.weights and sample.weights[:end]
+        sample = sample._replace(branches=[sample.branches[0][:end]], mask=sample.mask[:end], weights=weights)
     counts = [*map(reader.count_features, sample.expansions)] or reader.feature_counts(sample.images)
     for branch in sample.branches or [[]]:
         feature_tokens = reader.count_feature_tokens([*sample.prompt, *branch])

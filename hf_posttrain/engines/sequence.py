@@ -230,4 +230,5 @@ def shard_batch(batch: MicroBatch, rank: int, ranks: int) -> MicroBatch:
         attention_mask=None,  # attention is causal, and padding comes after the tokens
         scored=(row * size + column)[in_shard],
         owner=batch.owner[in_shard],
+        target_weights=None if batch.target_weights is None else batch.target_weights[in_shard],
     )

@@ -38,7 +38,7 @@ _ROWS = (
         "tokens",
         key_metrics={"mean_token_accuracy": "accuracy"},
         loss_papers={"dft": "wu2025generalization", "eaft": "diao2026entropy"},
-        rules=(rules.sft_problems,),
+        rules=(rules.sft_problems, rules.text_weight_problems),
         sequence_parallel=True,
     ),
     Method(
@@ -180,7 +180,12 @@ _ROWS = (
         ),
         limits={"kd_coef": FRACTION, "temperature": POSITIVE, "entropy_threshold": COEFFICIENT},
         groups={"teacher": TEACHER},
-        rules=(rules.kd_problems, rules.teacher_option_problems, rules.kd_tokenizer_problems),
+        rules=(
+            rules.kd_problems,
+            rules.teacher_option_problems,
+            rules.kd_tokenizer_problems,
+            rules.text_weight_problems,
+        ),
     ),
     Method(
         "opd",

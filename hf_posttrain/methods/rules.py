@@ -63,6 +63,21 @@ def sft_problems(values: "SFTConfig") -> Iterator[Problem]:
         yield ("packing", "max_length"), "packing requires max_length. Set it to the length of a packed row"
 
 
+def text_weight_problems(values: Any) -> Iterator[Problem]:
+    """Yield the problems of `text_weights`."""
+    for pattern, weight in (values.text_weights or {}).items():
+        name = f"text_weights[{pattern!r}]"
+        try:
+            matches_nothing = not pattern or re.fullmatch(pattern, "")
+        except (re.error, TypeError) as error:
+            yield ("text_weights",), f"{name}: the regular expression is not valid: {error}"
+            continue
+        if matches_nothing:
+            yield ("text_weights",), f"{name} matches an empty text. Write a pattern of at least one character"
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= MAX_FACTOR:
+            yield ("text_weights",), f"{name}={weight!r} must be a number from 0 to 1e6"
+
+
 def dpo_loss_problems(values: "DPOConfig") -> Iterator[Problem]:
     """Yield the problems of the losses of DPO, their weights, and the options that single losses read."""
     names = as_list(values.loss_type)

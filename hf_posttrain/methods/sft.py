@@ -48,6 +48,8 @@ class SupervisedOptions:
             assistant turn). None means assistant if assistant_only_loss is set, else all. A turn with weight: 0 is
             never trained.
         assistant_only_loss: Train only the assistant turns of `messages`, each with its end token.
+        text_weights: Weights of trained tokens by regular expressions of their text, such as {'<tool_call>': 2.0}. The
+            loss is the weighted mean. Other tokens have weight 1, or that of the column `span_weights`.
     """
 
     completion_only_loss: bool | None = option(
@@ -61,6 +63,11 @@ class SupervisedOptions:
         "turn). None means assistant if assistant_only_loss is set, else all. A turn with weight: 0 is never trained.",
     )
     assistant_only_loss: bool = option(False, "Train only the assistant turns of `messages`, each with its end token.")
+    text_weights: dict[str, float] | None = option(
+        None,
+        "Weights of trained tokens by regular expressions of their text, such as {'<tool_call>': 2.0}. The loss is the "
+        "weighted mean. Other tokens have weight 1, or that of the column `span_weights`.",
+    )
 
 
 @dataclass
@@ -108,7 +115,12 @@ def supervised_examples(row: dict[str, Any]) -> list[Example]:
     if packed:
         names = [name for name in row if isinstance(row[name], list)]
         rows = [dict(zip(names, values, strict=True)) for values in zip(*(row[name] for name in names), strict=True)]
-    return [Example(row["prompt_ids"], [Branch(row["completion_ids"], row.get("completion_mask"))]) for row in rows]
+    return [
+        Example(
+            row["prompt_ids"], [Branch(row["completion_ids"], row.get("completion_mask"), row.get("token_weights"))]
+        )
+        for row in rows
+    ]
 
 
 def apply_formatting_func(

@@ -44,6 +44,14 @@ class Branch:
 
     ids: Sequence[int]  # at least one token
     mask: Sequence[int] | None = None  # 1 for trained tokens; None trains all tokens
+    weights: Sequence[float] | None = None  # of the tokens in the loss; None: 1
+
+    @property
+    def trained_weights(self) -> Sequence[float]:
+        """Weights of the trained tokens."""
+        assert self.weights is not None
+        mask = self.mask or [1] * len(self.ids)
+        return [weight for weight, is_trained in zip(self.weights, mask, strict=True) if is_trained]
 
 
 def branch_with_reward(ids: Sequence[int]) -> Branch:
@@ -203,6 +211,10 @@ def collate(
     tensors["row"] = torch.tensor([number for number, example in enumerate(examples) for _ in example.branches])
     for name in examples[0].columns:
         tensors[name] = torch.tensor([example.columns[name] for example in examples])
+    if single_branch[0].branches[0].weights is not None:
+        branches = [example.branches[0] for example in single_branch]
+        order = torch.unique_consecutive(tensors["owner"]).tolist()
+        tensors["target_weights"] = torch.cat([torch.tensor(branches[number].trained_weights) for number in order])
     batch = batch_class(**tensors)
     length = batch.input_ids.shape[1]
 

@@ -92,12 +92,15 @@ class StepMixin(TrainerInterface):
             return forward.score(model, batch, tile, weights, router_logits=self.router_coef > 0)
 
     def weights(self, batch: MicroBatch) -> Tensor:
-        """Return the weight of each unit of the loss, [units]: 1, or 0 if its row does not count.
+        """Return the weight of each unit of the loss, [units]: that of the token or 1, or 0 if its row does not count.
 
         `owner` maps a token to its branch, and `row` a branch to its row.
         """
         rows = batch.weights_of_rows
-        return rows if self.method.unit == "examples" else rows[batch.row][batch.owner]
+        if self.method.unit == "examples":
+            return rows
+        tokens = rows[batch.row][batch.owner]
+        return tokens if batch.target_weights is None else tokens * batch.target_weights
 
     def compute_loss(  # type: ignore[override]
         self,

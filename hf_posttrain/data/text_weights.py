@@ -1,0 +1,107 @@
+"""Weights of the tokens of an answer by their text: the option `text_weights` and the column `span_weights`.
+
+A token has the weight of the last pattern or span that it overlaps (a special token: that covers it), and otherwise 1.
+Tokens of weight 0 are not trained.
+"""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from ..errors import InputError, short_repr
+from .align import token_bytes
+from .chat import special_ids
+from .formats import Sample
+
+SPAN_COLUMN = "span_weights"
+"""Raw column of spans {start, end, weight}, in characters of the completion or of the last assistant turn."""
+
+
+def weighted_sample(
+    encoded: Sample,
+    raw: Sample,
+    spans: Sequence[Mapping[str, Any]],
+    patterns: Mapping[str, float],
+    tokenizer: PreTrainedTokenizerBase,
+) -> Sample:
+    """Return a sample of token ids with the weights of the tokens of its answer, and those of weight 0 masked.
+
+    Args:
+        encoded: The sample as token ids, with one branch.
+        raw: The same sample as text or messages.
+        spans: The spans of the row.
+        patterns: Weights by regular expression.
+        tokenizer: A fast tokenizer.
+
+    Raises:
+        InputError: A span is invalid, or its text is not in the answer.
+    """
+    [ids] = encoded.branches
+    pieces = _pieces(tokenizer)
+    special = special_ids(tokenizer)
+    parts = [pieces.get(token, b"") for token in ids]
+    ends = [0]
+    for part in parts:
+        ends.append(ends[-1] + len(part))
+    text = b"".join(parts).decode("utf-8", "surrogateescape")
+
+    weights = [1.0] * len(ids)
+    found = [
+        (match.start(), match.end(), weight)
+        for pattern, weight in patterns.items()
+        for match in re.finditer(pattern, text)
+    ]
+    found += _located_spans(spans, raw, text)
+    for start, end, weight in found:
+        first, last = (len(text[:position].encode("utf-8", "surrogateescape")) for position in (start, end))
+        for number, (begin, stop) in enumerate(pairwise(ends)):
+            overlaps = begin < last and stop > first
+            covers = first <= begin and stop <= last
+            if covers if ids[number] in special else overlaps:
+                weights[number] = weight
+    mask = encoded.mask or [1] * len(ids)
+    mask = [int(bool(trained and weight)) for trained, weight in zip(mask, weights, strict=True)]
+    return encoded._replace(mask=mask, weights=weights)
+
+
+def _located_spans(spans: Sequence[Mapping[str, Any]], raw: Sample, text: str) -> list[tuple[int, int, float]]:
+    """Return the spans as (start, end, weight) in characters of the decoded answer."""
+    if not spans:
+        return []
+    [answer] = raw.branches
+    content = answer
+    if raw.is_chat:
+        content = next((turn.get("content") for turn in reversed(answer) if turn["role"] == "assistant"), None)
+    if not isinstance(content, str):
+        problem = "requires an answer that is text, or messages whose last assistant turn is text"
+        raise InputError(f"column {SPAN_COLUMN!r}: {problem}")
+    offset = text.rfind(content)
+    if offset < 0:
+        problem = f"the text {short_repr(content)} is not in the answer that the chat template writes"
+        raise InputError(f"column {SPAN_COLUMN!r}: {problem}. Remove the spans of this row")
+    located = []
+    for span in spans:
+        start, end, weight = (span.get(key) for key in ("start", "end", "weight"))
+        whole = all(isinstance(value, int) for value in (start, end))
+        if not whole or not 0 <= start < end <= len(content) or not is_weight(weight):  # type: ignore[operator]
+            expected = f"start and end from 0 to {len(content)} (the length of the text), and a weight from 0 to 1e6"
+            raise InputError(f"column {SPAN_COLUMN!r}: {short_repr(dict(span))} must have {expected}")
+        located.append((offset + start, offset + end, float(weight)))  # type: ignore[operator, arg-type]
+    return located
+
+
+def is_weight(value: object) -> bool:
+    """Return whether a value is a valid weight."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and 0 <= value <= 1e6
+
+
+@lru_cache(maxsize=8)
+def _pieces(tokenizer: PreTrainedTokenizerBase) -> dict[int, bytes]:
+    """Return the text of each token id, including special tokens."""
+    special = {number: token.content.encode() for number, token in tokenizer.added_tokens_decoder.items()}
+    return special | token_bytes(tokenizer)

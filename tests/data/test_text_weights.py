@@ -1,0 +1,148 @@
+"""`text_weights` and the column `span_weights`: weights of tokens by their text, and the weighted mean as loss."""
+
+import datasets
+import pytest
+import torch
+from models_for_tests import tiny_model
+from tokenizers_for_tests import base_tokenizer, byte_tokenizer
+from training_for_tests import one_step, trainer_for
+
+from hf_posttrain import KDConfig, SFTConfig
+from hf_posttrain.errors import InputError
+from hf_posttrain.methods.sft import SFTTrainer
+
+ROWS = [
+    {"prompt": "2 + 2 =", "completion": " <think>\n\n</think>\n\nfour"},
+    {"prompt": "naïve?", "completion": " ünïcode <tool>é</tool> end"},
+]
+PATTERNS = {r"<think>\s*</think>\s*": 0, "<tool>é": 2.5}
+
+
+def prepared(rows, tmp_path, tokenizer=None, **options):
+    config = SFTConfig(output_dir=str(tmp_path), use_cpu=True, **options)
+    return SFTTrainer.prepare(datasets.Dataset.from_list(rows), tokenizer or byte_tokenizer(), config, "train")
+
+
+def texts_by_weight(row, tokenizer):
+    """{weight: the text of the tokens with this weight that are trained, or masked if it is 0}."""
+    found = {}
+    for token, mask, weight in zip(row["completion_ids"], row["completion_mask"], row["token_weights"], strict=True):
+        assert bool(mask) == bool(weight)
+        found.setdefault(weight, []).append(token)
+    return {weight: tokenizer.decode(ids, skip_special_tokens=True) for weight, ids in found.items()}
+
+
+def test_patterns_weight_the_tokens_of_their_text(tmp_path):
+    tokenizer = byte_tokenizer()
+    first, second = prepared(ROWS, tmp_path, tokenizer, text_weights=PATTERNS)
+    assert texts_by_weight(first, tokenizer) == {1.0: " four", 0.0: "<think>\n\n</think>\n\n"}
+    assert texts_by_weight(second, tokenizer) == {1.0: " ünïcode </tool> end", 2.5: "<tool>é"}
+
+
+def test_spans_weight_the_characters_of_the_answer(tmp_path):
+    tokenizer = base_tokenizer()
+    spans = [{"start": 1, "end": 8, "weight": 0.5}, {"start": 15, "end": 16, "weight": 3.0}]
+    plain = [ROWS[0] | {"span_weights": None}, ROWS[1] | {"span_weights": spans}]
+    chat = [
+        {"messages": [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["completion"]}],
+         "span_weights": row["span_weights"]}
+        for row in plain
+    ]  # fmt: skip
+    for rows, options in ((plain, {}), (chat, {"assistant_only_loss": True})):
+        first, second = prepared(rows, tmp_path, tokenizer, **options)
+        assert set(first["token_weights"]) == {1.0}
+        found = {}
+        for token, weight in zip(second["completion_ids"], second["token_weights"], strict=True):
+            found[weight] = [*found.get(weight, []), token]
+        assert tokenizer.decode(found[0.5]) == "ünïcode"
+        assert tokenizer.decode(found[3.0]) == "é"
+
+
+@pytest.mark.parametrize("layout", ["shared", "packed", "padded"])
+@pytest.mark.parametrize("method", ["sft", "kd"])
+def test_the_loss_is_the_weighted_mean(method, layout, tmp_path):
+    rows = [
+        {"prompt": "2 + 2 =", "completion": " <a>4</a> yes"}, {"prompt": "3 + 4 =", "completion": " <a>7"},
+        {"prompt": "1 + 1 =", "completion": " 2</a>"}, {"prompt": "5 =", "completion": " no"},
+    ]  # fmt: skip
+    patterns = {"<a>": 0, "</a>": 4.0, "[0-9]": 0.5}
+    config = {"text_weights": patterns, "layout": layout, "tokenizer": byte_tokenizer()}
+    second = {"second": tiny_model(seed=9), "kd_coef": 0.0} if method == "kd" else {}
+    data = datasets.Dataset.from_list(rows)
+    loss, gradients = one_step(method, tiny_model(), data, tmp_path, **config, **second)
+
+    model = tiny_model()
+    total = 0.0
+    weight = 0.0
+    for row in prepared(rows, tmp_path, text_weights=patterns):
+        ids = torch.tensor(row["prompt_ids"] + row["completion_ids"])
+        logps = model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)[range(len(ids) - 1), ids[1:]]
+        weights = torch.tensor(row["token_weights"])
+        total = total - (logps[len(row["prompt_ids"]) - 1 :] * weights).sum()
+        weight += weights.sum().item()
+    (total / weight).backward()
+    assert loss == pytest.approx((total / weight).item(), rel=1e-5)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-7)
+
+    # the same step in micro-batches of one row
+    small = one_step(
+        method, tiny_model(), data, tmp_path, per_device_train_batch_size=1, gradient_accumulation_steps=4, **config,
+        **second,
+    )  # fmt: skip
+    assert small[0] == pytest.approx(loss, rel=1e-5)
+    torch.testing.assert_close(small[1], gradients, rtol=1e-4, atol=1e-7)
+
+
+def test_weights_of_packed_and_truncated_rows(tmp_path):
+    rows = [{"prompt": "2 + 2 =", "completion": " <a>four</a> and more text"}, {"prompt": "1", "completion": "<a> 2"}]
+    whole = prepared(rows, tmp_path, text_weights={"<a>": 3.0})
+    cut = prepared(rows, tmp_path, text_weights={"<a>": 3.0}, max_length=14)
+    for row, full in zip(cut, whole, strict=True):
+        assert row["token_weights"] == full["token_weights"][: len(row["completion_ids"])]
+    options = {"text_weights": {"<a>": 3.0}, "tokenizer": byte_tokenizer(), "per_device_train_batch_size": 2}
+    data = datasets.Dataset.from_list(rows)
+    packed = one_step("sft", tiny_model(), data, tmp_path, packing=True, max_length=64, **options)
+    plain = one_step("sft", tiny_model(), data, tmp_path, **options)
+    assert packed[0] == pytest.approx(plain[0], rel=1e-5)
+
+
+def test_a_row_of_which_no_token_has_a_weight_is_dropped(tmp_path):
+    rows = [{"prompt": "1", "completion": "x"}, {"prompt": "2", "completion": "y"}]
+    [kept] = prepared(rows, tmp_path, base_tokenizer(), text_weights={"(?s)x.*": 0})
+    assert base_tokenizer().decode(kept["completion_ids"], skip_special_tokens=True) == "y"
+    assert kept["token_weights"] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("config", [SFTConfig, KDConfig])
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [({"(": 1}, "the regular expression is not valid"), ({"a*": 1}, "matches an empty text"),
+     ({"a": -1}, "must be a number from 0 to 1e6"), ({"a": True}, "must be a number from 0 to 1e6")],
+)  # fmt: skip
+def test_invalid_patterns(config, weights, message, tmp_path):
+    with pytest.raises(InputError, match=message):
+        config(output_dir=str(tmp_path), text_weights=weights)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [({"span_weights": [{"start": 0, "end": 99, "weight": 1.0}]}, 
+      r"train, row 0: column 'span_weights': .*from 0 to 1 "),
+     ({"span_weights": [{"start": 0, "end": 1, "weight": -1.0}]}, "a weight from 0 to 1e6"),
+     ({"completion": [{"role": "assistant", "content": "x"}], "prompt": [{"role": "user", "content": "q"}],
+       "span_weights": [{"start": 1, "end": 1, "weight": 1.0}]}, "start and end from 0 to 1")],
+)  # fmt: skip
+def test_invalid_spans(row, message, tmp_path):
+    with pytest.raises(InputError, match=message):
+        prepared([{"prompt": "1", "completion": "x"} | row], tmp_path, base_tokenizer())
+
+
+def test_weights_on_metrics(tmp_path):
+    """The logged accuracy and entropy are weighted as the loss is, and evaluation gives the loss of training."""
+    data = datasets.Dataset.from_list([{"prompt": "2 + 2 =", "completion": " <a>4</a> yes"}])
+    options = {"text_weights": {"</a>": 4.0}, "tokenizer": byte_tokenizer()}
+    trainer = trainer_for("sft", tiny_model(), data, tmp_path, eval_rows=data, **options)
+    trainer.train()
+    log = trainer.state.log_history[0]
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(log["loss"], rel=1e-6)
