@@ -25,6 +25,7 @@ class Feature(StrEnum):
     PACKING = "packing"
     GROUP_BY_LENGTH = "train_sampling_strategy: group_by_length"
     EXACT_MATCH = "eval_exact_match"
+    LOSS_BY_VALUE = "log_loss_by"
     NEFTUNE = "neftune_noise_alpha"
     ASSISTANT_ONLY = "assistant_only_loss"
     PROMPT_TRAINED = "completion_only_loss: false"
@@ -102,6 +103,8 @@ CONFLICTS: tuple[Conflict, ...] = (
     Conflict(_F.ROUNDS, _F.STREAM, _LENGTH),
     Conflict(_F.PACKING, _F.STREAM, _LENGTH),
     Conflict(_F.GROUP_BY_LENGTH, _F.STREAM, _LENGTH),
+    Conflict(_F.LOSS_BY_VALUE, _F.STREAM, "the values must be known"),
+    Conflict(_F.LOSS_BY_VALUE, _F.ROUNDS, "the rows of a round have no such column"),
     Conflict(_F.FROZEN, _F.STREAM, _LENGTH),
     Conflict(_F.PRECOMPUTE, _F.STREAM, _LENGTH),
     Conflict(_F.REFERENCE_CACHE, _F.STREAM, _LENGTH),
@@ -187,6 +190,7 @@ def option_features(values: OptionValues) -> dict[Feature, str]:
         Feature.PACKING: (getattr(values, "packing", False), "packing"),
         Feature.GROUP_BY_LENGTH: (values.train_sampling_strategy == "group_by_length", "train_sampling_strategy"),
         Feature.EXACT_MATCH: (values.eval_exact_match, "eval_exact_match"),
+        Feature.LOSS_BY_VALUE: (values.log_loss_by, "log_loss_by"),
         Feature.NEFTUNE: (values.neftune_noise_alpha, "neftune_noise_alpha"),
         Feature.ASSISTANT_ONLY: (getattr(values, "assistant_only_loss", False), "assistant_only_loss"),
         Feature.PROMPT_TRAINED: (getattr(values, "completion_only_loss", None) is False, "completion_only_loss"),

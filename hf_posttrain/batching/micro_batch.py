@@ -50,6 +50,7 @@ class MicroBatch(ModelOutput):
     target_weights: Tensor | None = None  # [N], weight of each scored token in the loss; None: 1
     row: Tensor = None  # type: ignore[assignment]  # [branches], dataset row of each branch
     index: Tensor = None  # type: ignore[assignment]  # [dataset rows], number in the dataset, -1 if unknown
+    groups: Deferred | None = None  # value of `log_loss_by` of each branch
     row_weights: Tensor | None = None  # [dataset rows], 0 for a row that only completes the last batch of a pass
 
     # ---- attention

@@ -55,6 +55,7 @@ class Plan(NamedTuple):
         image_folder: Folder that relative paths of images start from.
         reasoning: Whether the reasoning of assistants is kept (keep) or dropped (drop).
         text_weights: Regular expressions of texts in the answer, with the weights of their tokens.
+        group_column: Column by whose values the loss is logged.
         keep_prompt: Whether the raw prompt is kept next to its ids, for judges of answers.
         version: Version of the encoding.
     """
@@ -78,6 +79,7 @@ class Plan(NamedTuple):
     reasoning: str | None = None
     keep_prompt: bool = False
     text_weights: Mapping[str, float] | None = None
+    group_column: str | None = None
     version: int = VERSION
 
 

@@ -35,6 +35,7 @@ from .fingerprint import fingerprint
 from .formats import Sample, canonical_name, detect_format, rename_columns, unread_columns
 from .images import IMAGE_COLUMNS, IMAGES_TYPE, ImageReader, count_complete_images, get_image_reader
 from .json_rows import JsonValue
+from .loss_groups import read_group
 from .messages import has_nested_null, without_none
 from .packing import example_lengths
 from .row_schema import Reader, RowKind
@@ -54,7 +55,16 @@ FACTS = {  # facts about each example -> type in Arrow
     "keys": datasets.List(datasets.Value("int64")),  # hashes of the full prompt with each branch, or of the prompt
 }
 SCORE_COLUMNS = {"ref_logps", "teacher_ids", "teacher_logps", "teacher_hidden"}
-ADDED_COLUMNS = {"token_weights", "mismatch_ids", "length", "images", "asked", *TEACHER_COLUMNS} | SCORE_COLUMNS
+ADDED_COLUMNS = {
+    "mismatch_ids",
+    "length",
+    "images",
+    "asked",
+    "group",
+    "token_weights",
+    *TEACHER_COLUMNS,
+    *SCORE_COLUMNS,
+}
 """Columns that trainers and teachers add to prepared rows."""
 _PROBED_ROWS = 20
 """Number of rows that are searched for a prompt or images in columns that are not read."""
@@ -88,6 +98,7 @@ def prepare(
     extra_columns: tuple[str, ...] = TEACHER_COLUMNS if build_teacher_plan(config) else ()
     extra_columns += ("images",) if get_image_reader(tokenizer) else ()
     extra_columns += ("asked",) if getattr(config, "keep_asked", False) else ()
+    extra_columns += ("group",) if getattr(config, "log_loss_by", None) else ()
     extra_columns += ("token_weights",) if _has_weights(dataset, method, config) else ()
 
     # prepared rows have these types, or lists of them if packed; other rows of ids are not truncated yet
@@ -196,6 +207,7 @@ def _features(rows: RowKind, facts: bool = True, extra_columns: Sequence[str] = 
         **FACTS,
     }
     types |= {"teacher": datasets.Value("string"), "images": IMAGES_TYPE, "asked": datasets.Value("string")}
+    types["group"] = datasets.Value("string")
     types["token_weights"] = datasets.List(datasets.Value("float32"))
     ids = datasets.List(datasets.Value("int32"))
     names = (*rows.columns, *extra_columns, *(FACTS if facts else ()))
@@ -234,6 +246,9 @@ def tokenize_dataset(
             and column in columns
             and (dataset.features or {}).get(column) != datasets.Value("null")
         ]
+        group_column = getattr(config, "log_loss_by", None)
+        if group_column and group_column not in columns:
+            raise InputError(f"log_loss_by: there is no column {group_column!r}{name_hint(group_column, columns)}")
         teacher = build_teacher_plan(config)
         with_images = get_image_reader(tokenizer) is not None
         plan = build_plan(form, method, tokenizer, config, name)._replace(masks=tuple(masks), teacher=teacher)
@@ -247,6 +262,7 @@ def tokenize_dataset(
         *(TEACHER_COLUMNS if teacher else ()),
         *(["images"] if with_images else []),
         *(["asked"] if plan.keep_prompt else []),
+        *(["group"] if plan.group_column else []),
         *(["token_weights"] if _has_weights(dataset, method, config) else []),
     )
     features = _features(method.rows, extra_columns=extra_columns)
@@ -328,6 +344,7 @@ def columns_read(dataset: AnyDataset, name: str, method: Reader, config: object)
     _check_unread_prompt(renamed, columns, form, name)
     unread = {*unread_columns(columns, form)}
     unread -= raw_teacher_columns(config, columns) | {*IMAGE_COLUMNS} | _answer_columns(method)
+    unread -= {getattr(config, "log_loss_by", None)}
     return [theirs for theirs, ours in zip(_columns(dataset), columns, strict=True) if ours not in unread]
 
 
@@ -434,6 +451,7 @@ def collect_notes(
     used = {"index", "prompt_key", *ADDED_COLUMNS} - {*IMAGE_COLUMNS}
     used |= raw_teacher_columns(config, columns) | _answer_columns(method)
     used |= {*IMAGE_COLUMNS} if with_images else set()
+    used |= {getattr(config, "log_loss_by", None) or ""}
     if unread := [column for column in unread_columns(columns, form) if column not in used]:
         notes[f"read as {form}; columns not read: {join_names(unread)}"] = logging.INFO
     for column, valid in column_inference.misspelled_columns(unread, columns, form, method).items():
@@ -555,6 +573,7 @@ def build_plan(form: str, method: Reader, tokenizer: PreTrainedTokenizerBase, co
         reasoning=option("reasoning"),
         keep_prompt=bool(option("keep_asked")),
         text_weights=text_weights,
+        group_column=option("log_loss_by"),
     )
 
 
@@ -595,6 +614,8 @@ def tokenise(
     extra_columns = (
         teacher_columns(raw_rows, samples, row_numbers, tokenizer, plan, plan.teacher) if plan.teacher else {}
     )
+    if plan.group_column:
+        extra_columns["group"] = _groups(raw_rows, row_numbers, plan)
     if plan.keep_prompt:
         extra_columns["asked"] = [_prompt_as_json(sample, plan) for sample in samples]
     if "_ids" not in plan.form:
@@ -665,6 +686,15 @@ def _with_weights(
                 sample = weighted_sample(sample, raw, spans, plan.text_weights or {}, tokenizer)
         weighted.append(sample)
     return weighted
+
+
+def _groups(raw_rows: list[dict[str, Any]], row_numbers: list[int], plan: Plan) -> list[str]:
+    """Return the value of each row in the column by whose values the loss is logged."""
+    groups = []
+    for row, number in zip(raw_rows, row_numbers, strict=True):
+        with error_context(f"{plan.name}, row {number}"):
+            groups.append(read_group(row, str(plan.group_column)))
+    return groups
 
 
 def _prompt_as_json(sample: Sample, plan: Plan) -> str:

@@ -41,6 +41,8 @@ class RowKind:
         return "completion_mask" in self.columns
 
 
+SOURCE_COLUMN = "data_source"
+"""Raw column with the name of the source of each row, by which the loss is logged."""
 OPTIONAL_COLUMNS = {"system", "tools", "input", "chat_template_kwargs"}
 """Raw columns that each row may have or lack."""
 

@@ -16,13 +16,25 @@ from .dataset_type import AnyDataset
 from .files import EXTENSIONS, expand_home, extension, source_problem
 from .formats import canonical_name, rename_columns
 from .json_rows import JsonValue, RowFiles
-from .row_schema import OPTIONAL_COLUMNS
+from .row_schema import OPTIONAL_COLUMNS, SOURCE_COLUMN
 
 logger = logging.getLogger(__package__)
 _METADATA_FILES = ("dataset_info.json", "dataset_infos.json", "config.json")  # files of a data set without rows
 
 
-def load(sources: Any, name: str = "data", columns_read: Callable[[Any, str], list[str]] | None = None) -> AnyDataset:
+def source_names(sources: list[Any]) -> list[str]:
+    """Return the name of each source: that of a file without its extension, or the path if this is not unique."""
+    paths = [source.path for source in sources]
+    names = [Path(path).name.partition(".")[0] if extension(Path(path)) in EXTENSIONS else path for path in paths]
+    return names if len({*names}) == len(names) else paths
+
+
+def load(
+    sources: Any,
+    name: str = "data",
+    columns_read: Callable[[Any, str], list[str]] | None = None,
+    with_source: bool = False,
+) -> AnyDataset:
     """Load one data set from a source, or from a list of sources.
 
     A source of weight w counts w times: its rows are repeated, or a seeded sample of them is taken. Streams are
@@ -33,6 +45,7 @@ def load(sources: Any, name: str = "data", columns_read: Callable[[Any, str], li
         name: Name of the data set in messages.
         columns_read: Function of a source's rows and path that returns the columns that training reads. Sources that
             are mixed must have the same, except for OPTIONAL_COLUMNS. Other columns are left out.
+        with_source: Whether to add SOURCE_COLUMN to the rows, which are no streams.
 
     Returns:
         A data set, or a stream if the sources are streams.
@@ -57,6 +70,9 @@ def load(sources: Any, name: str = "data", columns_read: Callable[[Any, str], li
             raise InputError(f"weight: requires several streams, and {streams[0]} is the only one. Remove it")
 
         parts = [_load_source(source) for source in sources]
+        if with_source:
+            names = source_names(sources)
+            parts = [part.add_column(SOURCE_COLUMN, [n] * len(part)) for part, n in zip(parts, names, strict=True)]
         if len(parts) > 1:
             return _mix(parts, sources, columns_read)
         return parts[0] if streams else _apply_weight(parts[0], sources[0])

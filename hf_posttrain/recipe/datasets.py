@@ -16,6 +16,7 @@ from ..data.audit import DataAudit, audit_datasets
 from ..data.dataset_type import AnyDataset
 from ..data.lengths import check_fills_step, tokens_per_row
 from ..data.prepare import columns_read
+from ..data.row_schema import SOURCE_COLUMN
 from ..data.sources import load
 from ..engines import launch
 from ..errors import InputError
@@ -58,7 +59,8 @@ def prepare_data(
     with launch.main_process_first(config):
         for name, sources in recipe.data.splits():
             with _data_context(recipe, f"data.{name}.path"), _add_line_number(sources):
-                raw[name] = load(sources, name, partial(columns_read, method=recipe.data_method, config=config))
+                reader = partial(columns_read, method=recipe.data_method, config=config)
+                raw[name] = load(sources, name, reader, config.log_loss_by == SOURCE_COLUMN)
                 rows[name] = trainer_class.prepare(raw[name], tokenizer, config, _name_with_file(name, sources))
                 if name == "eval" and config.eval_exact_match:
                     prompts_with_answers(rows[name])

@@ -27,6 +27,7 @@ from ..data.dataset_type import AnyDataset, AnyDatasets
 from ..data.images import get_image_reader, hold_images
 from ..data.json_rows import from_rows
 from ..data.lengths import add_length_column, check_length_known, seeded_sampler, warn_if_too_long
+from ..data.loss_groups import values_of_groups
 from ..data.prepare import SCORE_COLUMNS, prepare
 from ..engines import engine, launch, sequence, sharded
 from ..errors import InputError, join_names
@@ -165,6 +166,7 @@ class PostTrainer(StepMixin, EvaluationMixin, SavingMixin, ResumeMixin, Optimize
         config = self.scored[0].config
         use_cache = getattr(config, "use_cache", None)
         processor = self.tokenizer if reader is None else reader.processor
+        self.groups = values_of_groups(train, evaluation)
         super().__init__(model, args, collator, train, evaluation, processor, **kwargs)
         saving.add_tags(self.scored[0], self.method.name)
         if use_cache is not None:
@@ -291,6 +293,7 @@ class PostTrainer(StepMixin, EvaluationMixin, SavingMixin, ResumeMixin, Optimize
                 prepared = self.prepare(rows, self.tokenizer, self.args, "train")
                 self.train_dataset = add_length_column(prepared, self.args)
                 self.check_ids(self.train_dataset)
+            self.groups = values_of_groups(self.train_dataset, self.eval_dataset)
 
     # ---- scoring
 

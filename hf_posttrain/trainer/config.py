@@ -194,6 +194,11 @@ class PostTrainConfig(TrainingArguments, metaclass=ConfigMeta):
         "Factors of the learning rate by regular expressions that are searched in the names of weights, such as "
         "{lora_B: 16, embed_tokens: 0.1}. The first match applies.",
     )
+    log_loss_by: str | None = option(
+        None,
+        "Column of the data by whose values the loss is logged too, as loss/VALUE. In a recipe with several training "
+        "sources the default is data_source, the name of the source.",
+    )
     resume_despite: list[str] | str | None = option(
         None, "Settings that may differ from the run that wrote the checkpoint, by the names in the error message."
     )

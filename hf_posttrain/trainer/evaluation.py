@@ -50,7 +50,7 @@ class EvaluationMixin(TrainerInterface):
             original.input_ids = ids.view(len(inputs.index), -1, ids.shape[-1])[:, 0]
         with torch.no_grad(), self.compute_loss_context_manager():
             inputs = self.prepare_evaluation_batch(inputs)
-            losses = self.losses(model, inputs)
+            losses = self.with_group_metrics(self.losses(model, inputs), inputs)
             self.meters["eval"].add_losses(losses)
             self.meters["eval"].add("loss", losses.values, losses.weights)
             mean = losses.total / losses.weights.sum().clamp(min=1)

@@ -51,6 +51,8 @@ class TrainerInterface(Trainer):
     """Weight of the load-balancing loss of a mixture of experts, or 0."""
     meters: dict[str, MetricAverager]
     """Metrics by stage, `train` and `eval`."""
+    groups: Sequence[str] = ()
+    """Values of the column that `log_loss_by` names, in all data sets."""
     throughput: Throughput
     run_description: dict[str, Any]
     """`run_fingerprint.describe_run` of the last `train`, on ranks that write checkpoints."""
@@ -146,6 +148,10 @@ class TrainerInterface(Trainer):
 
     def check_scoring(self, model: nn.Module) -> None:
         """Check once that models score in the layout as in their own forwards."""
+        raise NotImplementedError
+
+    def with_group_metrics(self, losses: Losses, batch: MicroBatch) -> Losses:
+        """Return the losses with a metric for each of `groups`."""
         raise NotImplementedError
 
     def weights(self, batch: MicroBatch) -> Tensor:

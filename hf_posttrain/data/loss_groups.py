@@ -1,0 +1,46 @@
+"""Values of the column that `log_loss_by` names, by which the loss is logged: the column `group` of prepared rows."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ..errors import InputError, short_repr
+from .dataset_type import AnyDatasets
+
+MAX_GROUPS = 50
+"""Largest number of values, each of which is a metric."""
+
+
+def read_group(row: Mapping[str, Any], column: str) -> str:
+    """Return the value of a raw row.
+
+    Raises:
+        InputError: The value is not a text or an integer.
+    """
+    value = row.get(column)
+    if not isinstance(value, str | int) or value == "":
+        problem = f"column {column!r}: {short_repr(value)} is not a text or an integer"
+        raise InputError(f"{problem}, as log_loss_by requires. Correct the row, or remove log_loss_by")
+    return str(value)
+
+
+def values_of_groups(*data: AnyDatasets | None) -> list[str]:
+    """Return the values in all prepared data sets, sorted.
+
+    Raises:
+        InputError: There are more than MAX_GROUPS.
+    """
+    values: set[str] = set()
+    for part in data:
+        for rows in part.values() if isinstance(part, dict) else [part]:
+            if isinstance(rows, datasets.Dataset) and "group" in rows.column_names:
+                column: Any = rows.with_format("arrow")["group"][:]
+                is_packed = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
+                values |= {*pc.unique(pc.list_flatten(column) if is_packed else column).to_pylist()}
+    if len(values) > MAX_GROUPS:
+        problem = f"log_loss_by: the column has {len(values)} values, such as {', '.join(sorted(values)[:3])}"
+        raise InputError(f"{problem}. Name a column with at most {MAX_GROUPS}")
+    return sorted(values)
