@@ -31,7 +31,7 @@ from ..data.images import attach_image_reader, get_image_reader
 from ..data.lengths import largest_token_id
 from ..engines.launch import SHARDING_FIX
 from ..errors import InputError, name_hint, path_hint, short_repr
-from .adapters import check_adapter_kind
+from .adapters import check_adapter_kind, without_needless_warnings
 from .config import OFFLINE_FIX, ModelSection, RewardModelSection, has_tokenizer, is_local
 
 logger = logging.getLogger(__name__)
@@ -356,7 +356,7 @@ def with_saved_adapter(model: PreTrainedModel, section: ModelSection, trainable:
     on_meta = next(model.parameters()).is_meta
     options: dict[str, Any] = {"is_trainable": trainable, "low_cpu_mem_usage": on_meta}
     try:
-        with as_input_error("adapter", section.adapter):
+        with as_input_error("adapter", section.adapter), without_needless_warnings():
             policy = peft.PeftModel.from_pretrained(model, section.adapter, **options)
     except RuntimeError as error:
         if "size mismatch" not in str(error):
