@@ -231,7 +231,7 @@ def check(
         + [note for note in (newer_than_tested(), build.earlier_run_note(config)) if note],
         servers=[str(problem) for problem in build.server_problems(recipe, config, peft_config, rows["train"])],
         teachers=[describe_teacher(name, section) for name, section in recipe.teacher_sections()],
-        adapter=[describe_adapter(policy)] if isinstance(policy, peft.PeftModel) else [],
+        adapter=[describe_adapter(policy, peft_config)] if isinstance(policy, peft.PeftModel) else [],
     )
 
 

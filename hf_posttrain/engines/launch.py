@@ -31,6 +31,8 @@ _SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE
 _START_ALL = (
     "Start all processes with torchrun --nproc_per_node N or accelerate launch --multi_gpu (on CPU with use_cpu: true)"
 )
+SHARDING_FIX = "To shard it, use FSDP2 or ZeRO-3 (accelerate_configs/)"
+"""Fix in errors about models that are placed on several devices while they are loaded."""
 
 
 class RequestedEngine(NamedTuple):
@@ -196,25 +198,26 @@ def model_problem(model: nn.Module, args: TrainingArguments) -> str | None:
         return f"the model is wrapped in {type(model).__name__}. Pass its module, which the launcher wraps"
     if not isinstance(model, nn.Module):
         return None
+    weights = list(model.parameters())
+    config = getattr(model, "config", None)
+    # with pipeline parallelism, weights are plain tensors
+    if getattr(config, "distributed_config", None) or any(isinstance(weight, DTensor) for weight in weights):
+        return (
+            "weights of the model are distributed already (tp_plan, distributed_config or fully_shard). Load it "
+            f"without these. {SHARDING_FIX}"
+        )
     for name, module in model.named_modules():
         is_replaced = inspect.isfunction(vars(module).get("forward"))  # for instance by torch.compile(model.forward)
         if (module._compiled_call_impl or is_replaced) and not args.torch_compile:
             part = f"{name} of the model" if name else "the model"
             return f"{part} is compiled. Pass it as it was loaded, and set torch_compile: true, which compiles layers"
         if has_offloaded_params(module):
-            return (
-                "weights of the model are offloaded (device_map), and cannot be trained. Load it without device_map, "
-                "and use FSDP2 or ZeRO-3 (accelerate_configs/) if it does not fit"
-            )
-    weights = list(model.parameters())
-    if any(isinstance(weight, DTensor) for weight in weights):
-        return (
-            "weights of the model are distributed already (tp_plan, distributed_config or fully_shard). Load it "
-            "without these, and select an engine with accelerate_configs/"
-        )
+            return f"weights of the model are offloaded (device_map). Load it without device_map. {SHARDING_FIX}"
     devices = sorted({str(weight.device) for weight in weights if not weight.is_meta})
     if len(devices) > 1:
-        return f"weights of the model are on {' and '.join(devices)} (device_map). Load it onto one device"
+        return (
+            f"weights of the model are on {' and '.join(devices)} (device_map). Load it onto one device. {SHARDING_FIX}"
+        )
     return None
 
 

@@ -28,6 +28,7 @@ from ..scoring.layouts import IGNORE, Branch, Example, collate
 from ..scoring.parity_check import HALF_PRECISION_TOLERANCE, is_within_tolerance, token_values, tolerance
 from ..scoring.rotary import rope_switch_length
 from .duplicate_mask import mask_duplicate_rows
+from .launch import SHARDING_FIX
 
 
 def resolve_parallelism(args: OptionValues) -> ParallelismConfig | None:
@@ -43,8 +44,10 @@ def resolve_parallelism(args: OptionValues) -> ParallelismConfig | None:
     if config is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true":
         config = ParallelismConfig()
     config = ParallelismConfig(**config) if isinstance(config, dict) else config
-    if config is None or config.sp_size == config.cp_size == 1:
+    if config is None or config.sp_size == config.cp_size == config.tp_size == 1:
         return config
+    if config.tp_size > 1:
+        raise InputError(f"parallelism_config: tp_size is not supported. Remove it. {SHARDING_FIX}")
     if config.cp_size > 1:
         raise InputError("parallelism_config: cp_size is not supported. Use sp_size to shard long rows")
 

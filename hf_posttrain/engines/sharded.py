@@ -2,15 +2,27 @@
 
 import copy
 import dataclasses
+import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
+from io import StringIO
+from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.distributed import checkpoint as torch_checkpoint
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
+
+from ..errors import InputError
+
+FSDP_FOLDER = "pytorch_model_fsdp_0"
+"""Folder in which Accelerate saves the shards of a model under FSDP2."""
 
 
 def original_class(module: nn.Module) -> type:
@@ -182,3 +194,42 @@ def copy_model(model: nn.Module, accelerator: Accelerator) -> nn.Module:
             config = config or _inference_config(accelerator)
             deepspeed.zero.Init(nn.ParameterList([target]), config_dict_or_path=config)
     return duplicate
+
+
+# ---- checkpoints
+
+
+def read_shards(checkpoint: Path) -> dict[str, Tensor]:
+    """Return all weights of a checkpoint of FSDP2 or DeepSpeed by name, complete and on CPU.
+
+    The weights of DeepSpeed are in float32.
+
+    Raises:
+        InputError: If shards are missing or damaged.
+    """
+    try:
+        if (checkpoint / FSDP_FOLDER).is_dir():
+            return _read_fsdp(checkpoint / FSDP_FOLDER)
+        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+        with redirect_stdout(StringIO()):
+            return get_fp32_state_dict_from_zero_checkpoint(str(checkpoint))
+    except ImportError as error:
+        raise InputError(f"{checkpoint} is a checkpoint of DeepSpeed. To read it, install deepspeed") from error
+    except (OSError, RuntimeError, ValueError, EOFError, UnpicklingError, CheckpointException) as error:
+        problem = str(error).strip().rpartition("\n")[2].rstrip(".")
+        raise InputError(f"{checkpoint}: the shards are not complete ({problem}). Use another checkpoint") from error
+
+
+def _read_fsdp(folder: Path) -> dict[str, Tensor]:
+    """Return the tensors in the files of torch.distributed.checkpoint, without the name of the object that has them."""
+    reader = torch_checkpoint.FileSystemReader(folder)
+    metadata = reader.read_metadata()
+    state = {
+        key: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for key, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    with warnings.catch_warnings(action="ignore"):  # that there is one process
+        torch_checkpoint.load(state, storage_reader=reader, no_dist=True)
+    return {str(metadata.planner_data[key][-1]): tensor for key, tensor in state.items()}

@@ -32,9 +32,9 @@ _INIT_BY_WEIGHT = ("orthogonal", "pissa", "olora", "lora_ga", "mica")
 """Values of init_lora_weights, or their prefixes, that read the weight of a layer."""
 _INIT_BY_DATA = {"corda": "eigens", "eva": None, "lora_ga": "_peft_loraga_grad"}
 """Values of init_lora_weights that depend on data -> the attribute that PEFT's preprocessing sets on a layer."""
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 PEFT_OPTION = "peft_config (model.lora)"
 """The options that request an adapter, for messages."""
+_WITHOUT_EXPERTS = "set target_modules to layers outside of the experts, such as [q_proj, v_proj]"
 _WRAPPERS = BaseTunerLayer, AuxiliaryTrainingWrapper
 """Classes of PEFT's layers around layers of the base model."""
 ZERO_ROW = 1e-4
@@ -156,22 +156,40 @@ def _inject_adapter(
     """
     init = getattr(user_config, "init_lora_weights", None)
     try:
-        with warnings.catch_warnings():
-            # PEFT reads this attribute under its old name
-            warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing")
+        with without_needless_warnings():
             if next(model.parameters()).is_meta:
                 _try_init(user_config)
             policy: Any = peft.get_peft_model(model, config)  # type: ignore[arg-type]
     except (ValueError, TypeError, ImportError, AttributeError, re.error) as error:
         if match := re.match(r"'(\w+)' object has no attribute 'weight'", str(error)):
             raise _init_without_weight_error(init, match[1]) from error
-        first_line = str(error).strip().partition("\n")[0]
-        raise InputError(f"{PEFT_OPTION}: {first_line.rstrip('.')}{_module_hint(config, modules)}") from error
+        problem = str(error).strip().partition("\n")[0].rstrip(".")
+        if "not found" in problem:
+            problem += _module_hint(config, modules)
+        elif "ParamWrapper does not work" in problem:
+            problem = problem.replace("lora.ParamWrapper", "an adapter on fused experts")
+            problem += f". Change this option, or remove target_parameters and {_WITHOUT_EXPERTS}"
+        elif match := re.match(r"Target module \w*Experts\b", problem):
+            problem = f"{match[0]} is no linear layer. Use target_parameters{_fused_hint(model)}"
+        elif "target_parameters" in problem:
+            problem += _fused_hint(model)
+        raise InputError(f"{PEFT_OPTION}: {problem}") from error
     if str(init).startswith(_INIT_BY_WEIGHT):
         for layer in adapted_layers(policy):
             if not hasattr(base := layer.get_base_layer(), "weight"):
                 raise _init_without_weight_error(init, type(base).__name__)
     return policy
+
+
+@contextmanager
+def without_needless_warnings() -> Iterator[None]:
+    """Hide warnings of PEFT that do not concern the user."""
+    with warnings.catch_warnings():
+        # PEFT reads this attribute under its old name
+        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing")
+        # it looks for the ranks of fused experts among modules alone; `_ignored_options` looks among all layers
+        warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys did not match")
+        yield
 
 
 @contextmanager
@@ -229,8 +247,7 @@ def _init_without_weight_error(init: object, layer: str) -> InputError:
     """Return the error for an initialization that reads the weight of a layer without one."""
     return InputError(
         f"{PEFT_OPTION}: init_lora_weights: {init} reads the weight of each layer, but {layer} stores its experts as "
-        "parameters. Set init_lora_weights: true, or set target_modules to layers outside of the experts, such as "
-        "[q_proj, v_proj]"
+        f"parameters. Set init_lora_weights: true, or {_WITHOUT_EXPERTS}"
     )
 
 
@@ -242,6 +259,19 @@ def _module_hint(config: peft.PeftConfig, modules: Iterable[str]) -> str:
     known = {name.rpartition(".")[2] for name in modules} - {""}
     hints = (name_hint(str(name), known, list_valid=False) for name in sorted(targets) if name not in known)
     return next(filter(None, hints), "")
+
+
+def _fused_experts(model: nn.Module) -> list[str]:
+    """Return the names of experts that are one parameter per layer, such as `mlp.experts.gate_up_proj`."""
+    names = ((name.replace(".base_layer", ""), weight) for name, weight in model.named_parameters())
+    kinds = {_layer_kind(name) for name, weight in names if weight.dim() == 3 and re.search(r"\.experts\.\w+$", name)}
+    return sorted(kinds)
+
+
+def _fused_hint(model: nn.Module) -> str:
+    """Return a sentence with the experts that `target_parameters` can name."""
+    fused = ", ".join(_fused_experts(model))
+    return f". Its fused experts are {fused}" if fused else ". It has no fused experts. Remove target_parameters"
 
 
 def _fill_zero_rows(policy: nn.Module) -> None:
@@ -322,19 +352,37 @@ def _ignored_options(policy: peft.PeftModel, config: peft.PeftConfig, modules: l
     def value_of(option: str) -> Any:
         return getattr(config, option, None) or ()
 
-    adapted = [name for kind in ("module", "parameter") for name in getattr(policy, f"targeted_{kind}_names", ())]
+    # PEFT does not exclude parameters
+    parameters: list[str] = getattr(policy, "targeted_parameter_names", [])
+    excluded = value_of("exclude_modules")
+    patterns = [excluded] if isinstance(excluded, str) else [rf"(.*\.)?{re.escape(name)}" for name in excluded]
+    for name in parameters:
+        owner = name.rpartition(".")[0]
+        if any(re.fullmatch(pattern, part) for pattern in patterns for part in (name, owner)):
+            problem = f"exclude_modules: PEFT does not exclude the parameter {name}"
+            yield f"{problem}. To train no experts, {_WITHOUT_EXPERTS}"
+
+    # PEFT replaces the names that experts had as modules by their fused parameters
+    actual: Any = policy.active_peft_config
+    replaced: set[str] = set()
+    if parameters and not isinstance(value_of("target_modules"), str):
+        replaced = {*value_of("target_modules")} - {*(actual.target_modules or ())}
+
+    adapted = [*getattr(policy, "targeted_module_names", ()), *parameters]
     known_names = {name.rpartition(".")[2] for name in modules}
     candidates = {"target_modules": adapted, "target_parameters": adapted}
     candidates |= {"exclude_modules": modules, "modules_to_save": modules}
     for option, names in candidates.items():
         if isinstance(value := value_of(option), str) and option != "modules_to_save":
             # a regular expression of full names; for targets that match nothing PEFT raises an error itself
-            patterns = {value: value} if option == "exclude_modules" else {}
+            expected = {value: value} if option == "exclude_modules" else {}
         else:
-            patterns = {name: rf"(.*\.)?{re.escape(name)}" for name in sorted(value)}
-        for entry, pattern in patterns.items():
+            expected = {name: rf"(.*\.)?{re.escape(name)}" for name in sorted({*value} - replaced)}
+        for entry, pattern in expected.items():
             if not any(re.fullmatch(pattern, name) for name in names):
-                unknown = f"matches nothing in the model{name_hint(entry, known_names, list_valid=False)}"
+                fix = name_hint(entry, known_names, list_valid=False)
+                fix = _fused_hint(policy) if option == "target_parameters" else fix
+                unknown = f"matches nothing in the model{fix}"
                 yield f"{option}: {entry!r} {'is excluded by other options' if entry in known_names else unknown}"
 
     for option in ("rank_pattern", "alpha_pattern"):
@@ -391,10 +439,15 @@ def is_adapter_weight(policy: peft.PeftModel, name: str) -> bool:
     return any(part in name for part in (str(policy.base_model.prefix), ".modules_to_save.", ".trainable_tokens_"))
 
 
-def describe_adapter(policy: peft.PeftModel) -> str:
+def describe_adapter(policy: peft.PeftModel, config: object = None) -> str:
     """Return a line that says on which share of the weights the active adapter acts.
 
-    The line also names the matrices without an adapter, and the option to set for an adapter on fused experts.
+    The line also names the matrices without an adapter. If the config of a new adapter targets all linear layers, or
+    some of an MLP with experts, it names the option for an adapter on its fused experts.
+
+    Args:
+        policy: The model with the adapter.
+        config: The config of a new adapter as the user passed it.
     """
     reached: set[int] = set()
     for layer in adapted_layers(policy):
@@ -403,13 +456,11 @@ def describe_adapter(policy: peft.PeftModel) -> str:
         reached |= {id(weight) for name, weight in parameters if fused in (None, name)}
     trained = {id(weight) for weight in policy.parameters() if weight.requires_grad}
     embedded = {id(module.weight) for module in policy.modules() if isinstance(module, nn.Embedding)}
-    convolutions = {id(module.weight) for module in policy.modules() if isinstance(module, CONVOLUTIONS)}
 
     base_model = policy.get_base_model()
     total = 0
     adapted = 0
     unadapted = Counter[str]()
-    unadapted_fused: set[str] = set()
     for name, weight in base_model.named_parameters():
         if is_adapter_weight(policy, name):
             continue
@@ -417,16 +468,17 @@ def describe_adapter(policy: peft.PeftModel) -> str:
         if id(weight) in reached | trained:
             adapted += weight.numel()
         elif weight.dim() > 1 and id(weight) not in embedded:
-            kind = _layer_kind(name.replace(".base_layer", ""))
-            unadapted[kind] += weight.numel()
-            unadapted_fused |= {kind} if weight.dim() == 3 and id(weight) not in convolutions else set()
+            unadapted[_layer_kind(name.replace(".base_layer", ""))] += weight.numel()
 
     line = f"the adapter acts on {100 * adapted / max(total, 1):.0f} % of the model's weights"
     shares = [f"{kind} ({100 * count / total:.0f} %)" for kind, count in unadapted.most_common() if 100 * count > total]
     if shares:
         line += f", but not on {', '.join(shares)}"
-    if unadapted_fused:
-        line += f". To train fused experts, set target_parameters: [{', '.join(sorted(unadapted_fused))}]"
+    fused = [kind for kind in _fused_experts(base_model) if kind in unadapted]
+    blocks = {f".{kind.partition('.experts.')[0]}." for kind in fused}
+    in_block = any(block in name for name in getattr(policy, "targeted_module_names", ()) for block in blocks)
+    if fused and config is not None and (in_block or getattr(config, "target_modules", None) == "all-linear"):
+        line += f". To train fused experts, set target_parameters: [{', '.join(fused)}]"
     return line
 
 

@@ -29,8 +29,9 @@ from transformers.video_processing_utils import BaseVideoProcessor
 from ..data import chat
 from ..data.images import attach_image_reader, get_image_reader
 from ..data.lengths import largest_token_id
+from ..engines.launch import SHARDING_FIX
 from ..errors import InputError, name_hint, path_hint, short_repr
-from .adapters import check_adapter_kind
+from .adapters import check_adapter_kind, without_needless_warnings
 from .config import OFFLINE_FIX, ModelSection, RewardModelSection, has_tokenizer, is_local
 
 logger = logging.getLogger(__name__)
@@ -355,7 +356,7 @@ def with_saved_adapter(model: PreTrainedModel, section: ModelSection, trainable:
     on_meta = next(model.parameters()).is_meta
     options: dict[str, Any] = {"is_trainable": trainable, "low_cpu_mem_usage": on_meta}
     try:
-        with as_input_error("adapter", section.adapter):
+        with as_input_error("adapter", section.adapter), without_needless_warnings():
             policy = peft.PeftModel.from_pretrained(model, section.adapter, **options)
     except RuntimeError as error:
         if "size mismatch" not in str(error):
@@ -494,6 +495,7 @@ _UNSUPPORTED_KWARGS = {
     "load_in_4bit": "Pass quantization_config=BitsAndBytesConfig(load_in_4bit=True)",
     "load_in_8bit": "Pass quantization_config=BitsAndBytesConfig(load_in_8bit=True)",
     "use_flash_attention_2": "Pass attn_implementation='flash_attention_2'",
+    **dict.fromkeys(("tp_plan", "tp_size", "distributed_config", "device_mesh"), f"Remove it. {SHARDING_FIX}"),
     **dict.fromkeys(("mirror", "from_tf", "from_flax", "offload_state_dict", "use_auth_token"), _REMOVED),
 }
 """Entries of `model_init_kwargs` that would be ignored or read only in part, and the fix for each."""

@@ -239,7 +239,7 @@ def prepare_policy(model: nn.Module, peft_config: PeftConfig | None, args: "Post
                     "activation_checkpointing: false"
                 )
             model.enable_input_require_grads()  # required by checkpointed layers, since the base is frozen
-        logger.info("%s", describe_adapter(model))
+        logger.info("%s", describe_adapter(model, peft_config))
         skip_needless_casts(model, args.device.type)
         # trained copies of layers (modules_to_save) have the base's dtype, and in bf16 they would hardly move
         for parameter in trained:

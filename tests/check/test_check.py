@@ -13,7 +13,9 @@ import peft
 import pytest
 import torch
 import transformers
+from architectures import tiny
 from models_for_tests import tiny_model
+from safetensors.torch import load_file
 from tokenizers_for_tests import CHATML, LLAMA, bos_tokenizer, byte_tokenizer, gpt2_tokenizer
 from training_for_tests import METHODS, TABLE, token_rows, trainer_for, usual
 from transformers import Qwen3Config
@@ -681,3 +683,33 @@ def test_a_processor_that_multiplies_bf16_is_named(has, given, said, folder, mon
     monkeypatch.setattr("hf_posttrain.scoring.cpu.bf16_instructions", lambda: has)
     notes = [note for note in check(load_recipe("recipe.yaml", given)).notes if "train.bf16=true" in note]
     assert [f"this processor has {has}" in note for note in notes] == [True] * said
+
+
+# ---- mixtures of experts
+
+
+def test_experts_that_lora_leaves_are_told_and_trained_as_advised(folder, no_weights, capsys, monkeypatch):
+    """The advice of --check trains the experts, and an option that does not fit them ends both in the same line."""
+    tiny("gpt_oss").save_pretrained("tiny")
+    moe = ["model.from_scratch=false", "train.learning_rate=1e-2", "data.eval=null"]
+    [line] = checked(*moe, "model.lora={r: 2}").adapter
+    advice = "To train fused experts, set target_parameters: "
+    assert line.count(advice) == 1
+    assert run.main(["recipe.yaml", "--check", *moe, "model.lora={r: 2}"]) == 0
+    assert " ".join(capsys.readouterr().out.split()).count(advice) == 1
+    lora = f"model.lora={{r: 2, target_parameters: {line.partition(advice)[2]}}}"
+    [line] = checked(*moe, lora).adapter
+    assert "experts.down_proj" not in line
+    dropout = ["recipe.yaml", *moe, lora, "model.lora.dropout=0.1"]
+    assert run.main([*dropout, "--check"]) == 2
+    said = capsys.readouterr().err
+    assert "an adapter on fused experts does not work with lora_dropout != 0. Change this option, or remove" in said
+    monkeypatch.undo()
+    monkeypatch.chdir(folder)
+    assert run.main(dropout) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == said.splitlines()[-1]
+    assert run.main(["recipe.yaml", *moe, lora]) == 0
+    capsys.readouterr()
+    weights = load_file("out/adapter_model.safetensors")
+    trained = [name for name, weight in weights.items() if "lora_B" in name and weight.any()]
+    assert len([name for name in trained if ".experts." in name]) == 2 * 4  # two parameters in each of four layers

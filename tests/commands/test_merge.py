@@ -12,10 +12,12 @@ from models_for_tests import tiny_model
 from tokenizers_for_tests import LLAMA, base_tokenizer, byte_tokenizer
 from training_for_tests import token_rows, trainer_for
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForSequenceClassification as RewardModel
 from vision_for_tests import seeing
 
 from hf_posttrain.commands import merge
 from hf_posttrain.data.images import get_image_reader
+from hf_posttrain.engines import sharded
 from hf_posttrain.errors import InputError
 from hf_posttrain.trainer import saving
 
@@ -137,7 +139,8 @@ def test_a_model_that_sees_is_merged_with_its_tower(folder):
 
 @pytest.mark.parametrize(("arguments", "said"), [
     (["adaptr", "new"], "there is no folder adaptr; did you mean 'adapter'?"),
-    (["base", "new"], "base has no adapter (adapter_config.json and adapter_model.safetensors)"),
+    (["base", "new"], "base is a plain model already, with neither an adapter nor shards. Use it as it is"),
+    (["file", "new"], "file has no adapter (adapter_config.json and adapter_model.safetensors)"),
     (["adapter", "base"], "OUT: base exists"), (["adapter", "file"], "OUT: file exists"),
     (["adapter", "file/new"], "OUT: file/new cannot be written (Not a directory)"),
     (["adapter", "new", "--base", "bas"], "the base of adapter (--base sets another): model bas: no such folder"),
@@ -147,6 +150,12 @@ def test_a_model_that_sees_is_merged_with_its_tower(folder):
     (["adapter", "new", "--base", "other"], "adapter adapter: "),
     (["adapter", "new", "--base", "quantised"], "quantised is quantized (bitsandbytes), which would round"),
     (["biased", "new"], "biased cannot be merged: Impossible to merge LoRA with `lora_bias=True`"),
+    (["shards", "new"], "shards has no config.json. Set --base to the model that the run started from"),
+    (["shards", "new", "--base", "less"], "shards does not fit less. The model lacks 9 weights"),
+    (["shards", "new", "--base", "more"], "shards does not fit more. The checkpoint lacks 9 weights"),
+    (["shards", "new", "--base", "wide"], "shards does not fit wide: model.embed_tokens.weight: copying a param"),
+    (["half", "new", "--base", "base"], "half: the shards are not complete (FileNotFoundError: "),
+    (["global", "new", "--base", "base"], "global: the shards are not complete (Unable to find 'latest' file at "),
     (["nameless", "new"], "does not name the base model of the adapter"), (["cut", "new"], "adapter cut: "),
     (["empty", "new"], "empty has no adapter"),
     (["prompt", "new"], "PROMPT_TUNING is not supported. Use an adapter that acts only inside layers"),
@@ -183,8 +192,35 @@ def write_variants(folder):
     (folder / "cut" / "adapter_model.safetensors").write_bytes(b"\x10")
     (folder / "empty" / "adapter_model.safetensors").unlink()
     write_adapter(AutoModelForCausalLM.from_pretrained("base"), to="biased", lora_bias=True)
+    write_shards("shards", AutoModelForCausalLM.from_pretrained("base"))
+    shutil.copytree("shards", "half")
+    next((folder / "half" / sharded.FSDP_FOLDER).glob("*.distcp")).unlink()
+    (folder / "global" / "global_step2").mkdir(parents=True)
     tuned = peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
     peft.get_peft_model(AutoModelForCausalLM.from_pretrained("base"), tuned).save_pretrained("prompt")
+
+
+def write_shards(to, model):
+    """The files of FSDP2's SHARDED_STATE_DICT, of one process."""
+    state = {"model": model.state_dict()}
+    with pytest.warns(UserWarning, match="single process"):
+        torch.distributed.checkpoint.save(state, checkpoint_id=f"{to}/{sharded.FSDP_FOLDER}", no_dist=True)
+
+
+def test_shards_of_a_reward_model_are_merged_with_the_config_of_its_base(folder):
+    """tests/trainer/test_saving.py merges those of two processes."""
+    write_base("llama")
+    model = RewardModel.from_pretrained("base", num_labels=1)
+    write_shards("shards", model)
+    assert merge.main(["shards", "merged", "--base", "base", "--dtype", "float16"]) == 0
+    merged = RewardModel.from_pretrained("merged", dtype="auto")
+    assert merged.num_labels == 1
+    assert merged.dtype == torch.float16
+    same_weights = {name: weight.half() for name, weight in model.state_dict().items()}
+    assert {name: weight.tolist() for name, weight in merged.state_dict().items()} == {
+        name: weight.tolist() for name, weight in same_weights.items()
+    }
+    assert AutoTokenizer.from_pretrained("merged").chat_template == byte_tokenizer().chat_template
 
 
 @pytest.mark.parametrize(("error", "raised", "said"), [

@@ -31,6 +31,7 @@ from training_for_tests import (
     trainer_for,
 )
 from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers.distributed import DistributedConfig
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from hf_posttrain import DPOConfig, DPOTrainer, KDConfig, KDTrainer, SFTConfig
@@ -559,3 +560,36 @@ def test_uneven_batches_and_streams_to_evaluate_are_refused_on_several_processes
     stream = datasets.IterableDataset.from_generator(lambda: iter(token_rows("sft", 5)))
     config = {"accelerator_config": {"even_batches": False}}
     trainer_for("sft", tiny_model(), token_rows("sft"), tmp_path, eval_rows=stream, **config).evaluate()
+
+
+# ---- models that transformers has sharded while it loaded them
+
+AT_LOAD_TIME = ({"tp_plan": "auto"}, {"tp_size": 2}, {"fsdp_size": 2}, {"pp_size": 2})
+
+
+def sharded_at_load_time(rank, folder):
+    """The error of each role and each kind of sharding, and of a trainer that loads the model itself."""
+    torch.distributed.init_process_group("gloo")
+    said = []
+    for options in AT_LOAD_TIME:
+        given = AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(**options))
+        for method, policy, second in (
+            ("sft", given, None), ("kd", tiny_model("llama"), given), ("dpo", tiny_model("llama"), given)
+        ):  # fmt: skip
+            with pytest.raises(InputError) as caught:
+                trainer_for(method, policy, token_rows(method), tempfile.mkdtemp(), second)
+            said.append(str(caught.value))
+    return said
+
+
+def test_a_model_that_is_sharded_at_load_time_is_refused(tmp_path):
+    """As policy, teacher and reference, before the first collective of the trainer."""
+    tiny_model("llama").save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    said, said_by_other = on_two(sharded_at_load_time, "ddp", str(tmp_path), timeout=90)
+    assert said == said_by_other
+    assert len(said) == 3 * len(AT_LOAD_TIME)
+    assert set(said) == {
+        "weights of the model are distributed already (tp_plan, distributed_config or fully_shard). Load it without "
+        "these. To shard it, use FSDP2 or ZeRO-3 (accelerate_configs/)"
+    }

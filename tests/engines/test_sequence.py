@@ -191,6 +191,7 @@ def refusals(rank):
         "exact_match": lambda: SFTConfig(**zero3, eval_exact_match=True),
         "noise": lambda: SFTConfig(**zero3, neftune_noise_alpha=5.0),
         "context": lambda: SFTConfig(**zero3 | {"parallelism_config": {"cp_size": 2}}),
+        "tensor": lambda: SFTConfig(**parallel | {"parallelism_config": {"tp_size": 2}}),
         "eager": lambda: train(folder, zero3, "gemma2"),
         "window": lambda: train(folder, zero3, "mistral"),
         "gpt2": lambda: train(folder, zero3, "gpt2"),
@@ -212,7 +213,8 @@ def test_what_cannot_be_cut_is_refused():
         "dpo": "not supported for method dpo",
         "ddp": "ZeRO stage 2 or 3", "zero1": "ZeRO stage 2 or 3", "ranks": "not 2",
         "shared": "layout: padded", "packing": "packing cannot be combined", "exact_match": "eval_exact_match cannot",
-        "noise": "neftune_noise_alpha", "context": "Use sp_size", "eager": "requires sdpa",
+        "noise": "neftune_noise_alpha", "context": "Use sp_size",
+        "tensor": "Remove it. To shard it, use FSDP2 or ZeRO-3", "eager": "requires sdpa",
         "window": "layers of type sliding_attention with sdpa", "gpt2": "requires num_key_value_heads",
         "router": "router_aux_loss_coef: 0",
     }.items():  # fmt: skip

@@ -164,14 +164,6 @@ def test_inputs_that_are_not_cast_give_the_same_numbers(checkpointing, dropout, 
 
 
 def test_what_an_adapter_acts_on_and_leaves_is_told(tmp_path):
-    """all-linear knows modules, and gpt-oss's experts are parameters of three dimensions."""
-    fused = ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
-    options = {"target_modules": "all-linear", "task_type": "CAUSAL_LM"}
-    said = describe_adapter(add_adapter(tiny("gpt_oss"), peft.LoraConfig(**options)))
-    assert said.endswith(f"To train fused experts, set target_parameters: [{', '.join(fused)}]")
-    assert "but not on mlp.experts.gate_up_proj (" in said
-    config = peft.LoraConfig(**options, target_parameters=fused)
-    assert "target_parameters" not in describe_adapter(add_adapter(tiny("gpt_oss"), config))
     weights = dict(tiny_model().named_parameters())
     acted = sum(weight.numel() for name, weight in weights.items() if name.endswith("q_proj.weight"))
     share = 100 * acted / sum(weight.numel() for weight in weights.values())
@@ -210,10 +202,3 @@ def test_an_initialisation_that_fails_in_the_run_fails_without_weights_too(init,
     assert [weight.requires_grad for weight in model.parameters()] == trained
     config.init_lora_weights = True
     add_adapter(model, config)
-
-
-@pytest.mark.parametrize("name", ["lfm2", "qwen3_5_text"])
-def test_convolutions_are_no_experts(name):
-    """Their weights have three dimensions too, and PEFT takes none of them as a parameter."""
-    policy = add_adapter(tiny(name), peft.LoraConfig(target_modules=["q_proj"], r=2))
-    assert "target_parameters" not in describe_adapter(policy)

@@ -25,6 +25,7 @@ from training_for_tests import LORA, fake_generate, logs_and_weights, quick, tok
 from transformers import AutoModelForCausalLM, PreTrainedModel, TrainerCallback
 from vision_for_tests import seeing
 
+from hf_posttrain.commands import merge
 from hf_posttrain.errors import InputError
 from hf_posttrain.generation import rollout
 from hf_posttrain.models import score_cache
@@ -178,6 +179,33 @@ def test_experts_and_trained_copies(engine, name, kind, trained):
     if kind == "modules":
         merged = peft.PeftModel.from_pretrained(tiny_model(name), folder / "saved").merge_and_unload()
         assert_same(merged.state_dict(), loaded(folder / "merged"))
+
+
+@pytest.mark.parametrize(
+    ("engine", "name", "kind"),
+    [("fsdp2-sharded", "qwen3_moe", "full"), ("zero3", "qwen3_moe", "full")]
+    + [
+        pytest.param(engine, "qwen3", kind, marks=pytest.mark.slow)
+        for engine in ("fsdp2-sharded", "zero2", "zero3") for kind in KINDS
+    ],
+)  # fmt: skip
+def test_a_checkpoint_of_shards_is_merged(engine, name, kind, trained, tmp_path):
+    """Without the gathered files that our runs add, as other trainers leave it. An adapter is always gathered."""
+    folder, *_ = trained(engine, "sft", kind, model={"name": name}, max_steps=1)
+    base, checkpoint_folder = tmp_path / "base", tmp_path / "checkpoint"
+    tiny_model(name, attention_dropout=0.1).save_pretrained(base)
+    byte_tokenizer().save_pretrained(base)
+    shutil.copytree(folder / "checkpoint-1", checkpoint_folder)
+    if kind == "full":
+        assert (checkpoint_folder / "model.safetensors").exists()
+        for file in checkpoint_folder.glob("*.*"):
+            file.unlink()
+    assert merge.main([str(checkpoint_folder), str(tmp_path / "merged"), "--base", str(base)]) == 0
+    expected = loaded(folder / ("saved" if kind == "full" else "merged"), name)
+    found = loaded(tmp_path / "merged", name)
+    assert found.keys() == expected.keys()
+    assert_same(found, expected)
+    assert (tmp_path / "merged" / "tokenizer_config.json").exists()
 
 
 def test_zero3_that_is_told_not_to_gather(trained):

@@ -8,6 +8,7 @@ import json
 import logging
 import pickle
 import re
+import tempfile
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -1146,6 +1147,16 @@ def offloaded():
     return model
 
 
+def on_disk():
+    """A model that `device_map` has placed on CPU and on disk."""
+    with tempfile.TemporaryDirectory() as folder:
+        tiny_model("llama").save_pretrained(folder)
+        places = {"model.embed_tokens": "cpu", "model.layers": "disk", "model.norm": "cpu", "model.rotary_emb": "cpu"}
+        return AutoModelForCausalLM.from_pretrained(
+            folder, device_map=places | {"lm_head": "cpu"}, offload_folder=f"{folder}/offload"
+        )
+
+
 def compiled_in_place(part=lambda model: model):
     model = tiny_model()
     part(model).compile(backend="eager")
@@ -1165,6 +1176,7 @@ UNUSUAL = {
     r"layers.1 of the model is compiled": lambda: compiled_in_place(lambda model: model.model.layers[1]),
     "the model is compiled. Pass it as": compiled_forward,
     "are offloaded": offloaded,
+    r"are offloaded \(device_map\)": on_disk,
 }
 
 
@@ -1243,6 +1255,8 @@ def test_model_init_kwargs_are_those_of_the_model_that_is_loaded(later, tmp_path
         ({"use_safetensors": False}, "use_safetensors=False requires trust_remote_code=True"),
         ({"load_in_4bit": True}, "Pass quantization_config=BitsAndBytesConfig(load_in_4bit=True)"),
         ({"from_tf": True}, "transformers no longer reads it"),
+        ({"tp_plan": "auto"}, "tp_plan='auto' is not supported. Remove it. To shard it, use FSDP2 or ZeRO-3"),
+        ({"distributed_config": {"tp_size": 2}}, "is not supported. Remove it. To shard it, use FSDP2 or ZeRO-3"),
         ({"output_loading_info": True}, "A trainer takes the model alone"),
     ],
 )
