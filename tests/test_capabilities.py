@@ -18,6 +18,7 @@ OPTIONS = {  # feature -> options that select it
     Feature.PACKING: {"packing": True},
     Feature.GROUP_BY_LENGTH: {"train_sampling_strategy": "group_by_length"},
     Feature.EXACT_MATCH: {"eval_exact_match": True},
+    Feature.LOSS_BY_VALUE: {"log_loss_by": "topic"},
     Feature.NEFTUNE: {"neftune_noise_alpha": 5.0},
     Feature.ASSISTANT_ONLY: {"assistant_only_loss": True},
     Feature.PROMPT_TRAINED: {"completion_only_loss": False},

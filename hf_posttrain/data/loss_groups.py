@@ -1,6 +1,6 @@
 """Values of the column that `log_loss_by` names, by which the loss is logged: the column `group` of prepared rows."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import datasets
@@ -44,3 +44,18 @@ def values_of_groups(*data: AnyDatasets | None) -> list[str]:
         problem = f"log_loss_by: the column has {len(values)} values, such as {', '.join(sorted(values)[:3])}"
         raise InputError(f"{problem}. Name a column with at most {MAX_GROUPS}")
     return sorted(values)
+
+
+def groups_of_branches(counts: Sequence[Sequence[int]], groups: Sequence[Any]) -> list[str]:
+    """Return the value of each branch.
+
+    Args:
+        counts: Number of branches of each example of each row.
+        groups: Value of each row, or a list of the values of its examples if the row is packed.
+    """
+    values = []
+    for counts_of_row, group in zip(counts, groups, strict=True):
+        values_of_row = group if isinstance(group, list) else [group] * len(counts_of_row)
+        for count, value in zip(counts_of_row, values_of_row, strict=True):
+            values += [value] * count
+    return values

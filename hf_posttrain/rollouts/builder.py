@@ -9,7 +9,7 @@ import torch
 from ..batching.micro_batch import Deferred
 from ..errors import InputError
 from ..generation import rollout
-from ..scoring.layouts import Branch, Example, balance_groups, groups_of_branches, teacher_input_of
+from ..scoring.layouts import Branch, Example, balance_groups, teacher_input_of
 from ..teachers.columns import from_columns
 from .batch import RolloutBatch
 from .completion import Completion, Rollout
@@ -160,7 +160,7 @@ class RolloutBuilder:
         for group in map(sorted, groups):
             batch = self._lay_out([examples[row] for row in group], [rollouts[row] for row in group], source)
             if "group" in rows[0]:
-                values = groups_of_branches([[examples[row]] for row in group], [rows[row]["group"] for row in group])
+                values = [rows[row]["group"] for row in group for _ in examples[row].branches]
                 batch = batch.replace(groups=Deferred(values))
             batch = self.trainer._prepare_inputs(batch.replace(index=index[group], row_weights=row_weights[group]))
             if self.trainer.args.sampler.prefetch and batch.sampler_logps is not None:

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from ..batching.micro_batch import Deferred, MicroBatch
+from ..data.loss_groups import groups_of_branches
 from ..errors import InputError
 from . import attention
 from .vision_inputs import VisionInputs
@@ -140,26 +141,11 @@ class Collator:
         numbers = [n for n, examples in enumerate(examples_of_rows) for example in examples for _ in example.branches]
         batch = batch.replace(index=torch.tensor([row.get("index", -1) for row in rows]), row=torch.tensor(numbers))
         if "group" in rows[0]:
-            groups = [row["group"] for row in rows]
-            batch = batch.replace(groups=Deferred(groups_of_branches(examples_of_rows, groups)))
+            counts = [[len(example.branches) for example in examples] for examples in examples_of_rows]
+            batch = batch.replace(groups=Deferred(groups_of_branches(counts, [row["group"] for row in rows])))
         if "ref_logps" in rows[0]:
             batch = batch.replace(ref_logps=torch.tensor([row["ref_logps"] for row in rows]))
         return batch
-
-
-def groups_of_branches(examples_of_rows: Sequence[Sequence[Example]], groups: Sequence[Any]) -> list[str]:
-    """Return the value of `log_loss_by` of each branch.
-
-    Args:
-        examples_of_rows: The examples of each row.
-        groups: Value of each row, or a list of the values of its examples if it is packed.
-    """
-    values = []
-    for examples, group in zip(examples_of_rows, groups, strict=True):
-        values_of_examples = group if isinstance(group, list) else [group] * len(examples)
-        for example, value in zip(examples, values_of_examples, strict=True):
-            values += [value] * len(example.branches)
-    return values
 
 
 def _with_images(examples: list[Example], images: Sequence[Any] | None) -> list[Example]:

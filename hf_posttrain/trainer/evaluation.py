@@ -17,6 +17,7 @@ from ..generation.exact_match import exact_match
 from ..generation.rollout import preserve_rng
 from ..scoring import forward
 from ..scoring.layouts import IGNORE
+from .group_metrics import with_group_metrics
 from .interface import TrainerInterface
 from .loss_output import MetricAverager
 
@@ -50,7 +51,8 @@ class EvaluationMixin(TrainerInterface):
             original.input_ids = ids.view(len(inputs.index), -1, ids.shape[-1])[:, 0]
         with torch.no_grad(), self.compute_loss_context_manager():
             inputs = self.prepare_evaluation_batch(inputs)
-            losses = self.with_group_metrics(self.losses(model, inputs), inputs)
+            losses = self.losses(model, inputs)
+            losses = losses if inputs.groups is None else with_group_metrics(self, losses, inputs)
             self.meters["eval"].add_losses(losses)
             self.meters["eval"].add("loss", losses.values, losses.weights)
             mean = losses.total / losses.weights.sum().clamp(min=1)

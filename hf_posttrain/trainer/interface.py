@@ -150,10 +150,6 @@ class TrainerInterface(Trainer):
         """Check once that models score in the layout as in their own forwards."""
         raise NotImplementedError
 
-    def with_group_metrics(self, losses: Losses, batch: MicroBatch) -> Losses:
-        """Return the losses with a metric for each of `groups`."""
-        raise NotImplementedError
-
     def weights(self, batch: MicroBatch) -> Tensor:
         """Return the weight of each unit of the loss, [units]."""
         raise NotImplementedError

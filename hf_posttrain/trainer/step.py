@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from itertools import islice
 from math import ceil
 from typing import Any
@@ -19,8 +18,8 @@ from ..generation import rollout
 from ..scoring import forward, neftune
 from ..scoring.head import TileFunction
 from .config import PostTrainConfig
+from .group_metrics import with_group_metrics
 from .interface import TrainerInterface
-from .loss_output import Losses
 from .router_loss import balancing_loss
 
 
@@ -104,22 +103,6 @@ class StepMixin(TrainerInterface):
         tokens = rows[batch.row][batch.owner]
         return tokens if batch.target_weights is None else tokens * batch.target_weights
 
-    def with_group_metrics(self, losses: Losses, batch: MicroBatch) -> Losses:
-        """Return the losses with a metric loss/VALUE for each value of the column that `log_loss_by` names."""
-        if batch.groups is None:
-            return losses
-        groups = batch.groups.items
-        units = len(losses.values)
-        numbers = {group: number for number, group in enumerate(self.groups)}
-        of_branches = torch.tensor([numbers.get(group, -1) for group in groups], device=losses.values.device)
-        by_example = self.method.unit == "examples"
-        of_units = of_branches[:: len(groups) // units] if by_example else of_branches[batch.owner]
-        metrics = {
-            f"loss/{group}": (losses.values.detach(), losses.weights * (of_units == number))
-            for group, number in numbers.items()
-        }
-        return replace(losses, metrics={**losses.metrics, **metrics})
-
     def compute_loss(  # type: ignore[override]
         self,
         model: nn.Module,
@@ -131,7 +114,8 @@ class StepMixin(TrainerInterface):
 
         This is the only reduction of a loss.
         """
-        losses = self.with_group_metrics(self.losses(model, inputs), inputs)
+        losses = self.losses(model, inputs)
+        losses = losses if inputs.groups is None else with_group_metrics(self, losses, inputs)
         items = num_items_in_batch if num_items_in_batch is not None else losses.weights.sum()
         loss = losses.total / torch.as_tensor(items).clamp(min=1)
         self.meters["train"].add_losses(losses)

@@ -363,7 +363,7 @@ def test_logits_without_gradient_are_exact_on_a_gpu(copied, monkeypatch):
     allow_meta(monkeypatch)
     module = nn.Linear(8, 300, bias=False, device="meta", dtype=torch.bfloat16)
     own = forward.LMHead(module, module.forward, head.LogitTransform())
-    own = local._copy_head(own) if copied else own
+    own = local.copy_head(own) if copied else own
     with Cost() as cost, torch.no_grad():
         assert own.logits(torch.empty(4, 8, device="meta", dtype=torch.bfloat16)).dtype == torch.float32
     assert cost.results == {(torch.bfloat16, torch.float32, 300)}
