@@ -12,6 +12,7 @@ from . import chat, images
 from .assistant_mask import MASK_OPTIONS, assistant_mask
 from .formats import Sample, add_system_turn, read_format, read_label, read_margin, read_template_kwargs
 from .messages import Messages, is_serialized_messages, normalize_reasoning, text_of
+from .recorded_scores import RecordedPlan
 from .row_schema import RowKind
 from .teacher_prompts import TeacherPlan, read_teacher_name, teacher_sample
 
@@ -55,6 +56,7 @@ class Plan(NamedTuple):
         image_folder: Folder that relative paths of images start from.
         reasoning: Whether the reasoning of assistants is kept (keep) or dropped (drop).
         keep_prompt: Whether the raw prompt is kept next to its ids, for judges of answers.
+        recorded: Options for log-probabilities of a teacher that are recorded in the rows.
         version: Version of the encoding.
     """
 
@@ -76,6 +78,7 @@ class Plan(NamedTuple):
     image_folder: str | None = None
     reasoning: str | None = None
     keep_prompt: bool = False
+    recorded: RecordedPlan | None = None
     version: int = VERSION
 
 

@@ -37,6 +37,7 @@ from .images import IMAGE_COLUMNS, IMAGES_TYPE, ImageReader, count_complete_imag
 from .json_rows import JsonValue
 from .messages import has_nested_null, without_none
 from .packing import example_lengths
+from .recorded_scores import build_recorded_plan, check_prepared, read_scores, recorded_columns
 from .row_schema import Reader, RowKind
 from .teacher_prompts import TEACHER_COLUMNS, build_teacher_plan, raw_teacher_columns
 
@@ -87,6 +88,7 @@ def prepare(
     extra_columns: tuple[str, ...] = TEACHER_COLUMNS if build_teacher_plan(config) else ()
     extra_columns += ("images",) if get_image_reader(tokenizer) else ()
     extra_columns += ("asked",) if getattr(config, "keep_asked", False) else ()
+    extra_columns += recorded_columns(config)
 
     # prepared rows have these types, or lists of them if packed; other rows of ids are not truncated yet
     required = {*method.rows.columns, "index", *extra_columns}
@@ -96,6 +98,7 @@ def prepare(
     )
     if is_typed and required <= {*kinds} <= required | ADDED_COLUMNS:
         _check_length(dataset, method.rows, config, name)
+        check_prepared(dataset, config, name)
         return _with_unique_numbers(dataset)
 
     mapped = tokenize_dataset(dataset, method, tokenizer, config, name)
@@ -190,6 +193,10 @@ def _features(rows: RowKind, facts: bool = True, extra_columns: Sequence[str] = 
     }
     types |= {"teacher": datasets.Value("string"), "images": IMAGES_TYPE, "asked": datasets.Value("string")}
     ids = datasets.List(datasets.Value("int32"))
+    types |= {
+        "teacher_ids": datasets.List(ids),
+        "teacher_logps": datasets.List(datasets.List(datasets.Value("float32"))),
+    }
     names = (*rows.columns, *extra_columns, *(FACTS if facts else ()))
     return datasets.Features({name: types.get(name, ids) for name in names})
 
@@ -228,7 +235,11 @@ def tokenize_dataset(
         ]
         teacher = build_teacher_plan(config)
         with_images = get_image_reader(tokenizer) is not None
-        plan = build_plan(form, method, tokenizer, config, name)._replace(masks=tuple(masks), teacher=teacher)
+        plan = build_plan(form, method, tokenizer, config, name)._replace(
+            masks=tuple(masks),
+            teacher=teacher,
+            recorded=build_recorded_plan(config, columns, tokenizer.get_vocab()),
+        )
         if with_images:
             dataset = _without_decoding(dataset)
         else:
@@ -239,6 +250,7 @@ def tokenize_dataset(
         *(TEACHER_COLUMNS if teacher else ()),
         *(["images"] if with_images else []),
         *(["asked"] if plan.keep_prompt else []),
+        *recorded_columns(config),
     )
     features = _features(method.rows, extra_columns=extra_columns)
     filled = null_filled_columns(dataset)
@@ -587,10 +599,11 @@ def tokenise(
 
     # 3. truncate each sample, and record facts for the audit
     examples = []
+    scores: list[dict[str, list[Any]]] = []  # recorded log-probabilities of each sample
     unknown = tokenizer.unk_token_id
     if unknown in (tokenizer.eos_token_id, tokenizer.bos_token_id):  # as in GPT-2, where it does not mean unknown text
         unknown = None
-    for number, sample, sample_bits in zip(row_numbers, samples, bits, strict=True):
+    for number, raw_row, sample, sample_bits in zip(row_numbers, raw_rows, samples, bits, strict=True):
         with error_context(f"{plan.name}, row {number}"):
             full = with_context(sample, plan)
             # a prompt that is trained too is still truncated before its answer
@@ -598,9 +611,16 @@ def tokenise(
             prompt_state = 0
             if plan.completion_only is False and sample.prompt:
                 shortened, prompt_state = truncate(sample, plan)
-            kept, state = truncate(with_context(shortened, plan), plan)
+            context = with_context(shortened, plan)
+            kept, state = truncate(context, plan)
             if reader and not state & NO_TARGET:
                 kept = _keep_complete_images(kept, reader)
+            if plan.recorded:
+                sizes = [len(part.branches[0]) for part in (sample, shortened, context, kept)]
+                removed = sizes[0] - sizes[1] + sizes[2] - sizes[3]
+                mask = [] if state & NO_TARGET else kept.mask or []
+                value = raw_row.get(plan.recorded.column)
+                scores.append(read_scores(value, kept.branches[0], mask, removed, plan.recorded))
         branches = kept.branches or [[]]
         trained = sum(kept.mask) if kept.mask is not None else max(map(len, branches))
         full_branches = [[]] if plan.rows.sampled else full.branches
@@ -623,6 +643,8 @@ def tokenise(
             }
         )
     columns = (*plan.rows.columns, *FACTS, *(["images"] if reader else []))
+    if plan.recorded:
+        extra_columns |= {column: [row[column] for row in scores] for column in scores[0]}
     return {column: [example[column] for example in examples] for column in columns} | extra_columns
 
 

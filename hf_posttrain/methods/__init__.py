@@ -180,7 +180,12 @@ _ROWS = (
         ),
         limits={"kd_coef": FRACTION, "temperature": POSITIVE, "entropy_threshold": COEFFICIENT},
         groups={"teacher": TEACHER},
-        rules=(rules.kd_problems, rules.teacher_option_problems, rules.kd_tokenizer_problems),
+        rules=(
+            rules.kd_problems,
+            rules.recorded_problems,
+            rules.teacher_option_problems,
+            rules.kd_tokenizer_problems,
+        ),
     ),
     Method(
         "opd",
