@@ -56,6 +56,8 @@ class Feature(StrEnum):
     OWN_PROMPT = "a teacher with its own prompt"
     OWN_TOKENIZER = "a teacher with its own tokenizer"
     MOVING_AVERAGE = "teacher.self: ema"
+    TEACHER_MODEL = "a teacher model"
+    RECORDED = "teacher.logprobs_column"
     # rounds, engines and commands
     ROUNDS = "rounds"
     MODEL_JUDGE = "a judge that is a model"
@@ -144,6 +146,11 @@ CONFLICTS: tuple[Conflict, ...] = (
     ),
     Conflict(_F.PRECOMPUTE, _F.DATA_SHARE, "only rollouts are scored before training"),
     Conflict(_F.PRECOMPUTE, _F.MOVING_AVERAGE, "the scores of the first weights would be used throughout"),
+    Conflict(_F.RECORDED, _F.TEACHER_MODEL, "the column has the scores of the teacher"),
+    Conflict(_F.RECORDED, _F.PRECOMPUTE, "the column has the scores of the teacher"),
+    Conflict(_F.RECORDED, _F.SEVERAL, "the column has the scores of one teacher"),
+    Conflict(_F.RECORDED, _F.OWN_PROMPT, "no teacher reads the prompt"),
+    Conflict(_F.RECORDED, _F.OWN_TOKENIZER, "the recorded ids are read as ids of the student"),
     Conflict(_F.REPLAY, _F.OWN_PROMPT, "the replay buffer keeps no rows"),
     Conflict(_F.REPLAY, _F.SEVERAL, "the replay buffer keeps no rows"),
     Conflict(_F.ASSISTANT_ONLY, _F.OWN_PROMPT, _OTHER_TEXT),
@@ -222,6 +229,7 @@ def option_features(values: OptionValues) -> dict[Feature, str]:
             Feature.SEVERAL: (teacher.names, "teacher.names"),
             Feature.OWN_PROMPT: (teacher.prompt, "teacher.prompt"),
             Feature.OWN_TOKENIZER: (teacher.tokenizer, "teacher.tokenizer"),
+            Feature.RECORDED: (teacher.logprobs_column is not None, "teacher.logprobs_column"),
         }
     return {feature: option for feature, (is_selected, option) in selected.items() if is_selected}
 

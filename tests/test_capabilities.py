@@ -43,6 +43,7 @@ OPTIONS = {  # feature -> options that select it
     Feature.SEVERAL: {"teacher": {"names": ["a", "b"]}},
     Feature.OWN_PROMPT: {"teacher": {"prompt": "{{ prompt }}!"}},
     Feature.OWN_TOKENIZER: {"teacher": {"tokenizer": "x"}},
+    Feature.RECORDED: {"teacher": {"logprobs_column": "x", "top_k": 4}},
 }
 CONFIGS = {"sft": SFTConfig, "dpo": DPOConfig, "cpo": CPOConfig, "rm": RewardConfig, "kd": KDConfig, "opd": OPDConfig}
 PAIRS = [(conflict.first, conflict.second) for conflict in CONFLICTS]
@@ -53,6 +54,7 @@ ELSEWHERE = {  # features that no option selects, and recipes that do
     Feature.STREAM: {"data.train.streaming": "true", "train.max_steps": "1"},
     Feature.SERVED: {"teacher.url": "http://a:1", "train.loss_type": "policy_gradient"},
     Feature.MOVING_AVERAGE: {"teacher.self": "ema", "teacher.name_or_path": "''", "teacher.prompt": "'{{ prompt }}!'"},
+    Feature.TEACHER_MODEL: {"teacher.name_or_path": "teacher"},
     Feature.ROUNDS: {"rounds": "2"},
     Feature.REWARD_MODEL: {"method": "rm", "data.eval.path": "rows.jsonl"},
     Feature.MODEL_JUDGE: {"rounds": "{judge: {by: model, name: judge}}"},

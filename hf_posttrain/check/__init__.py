@@ -11,6 +11,7 @@ from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..data.recorded_scores import recorded_column, recorded_columns
 from ..errors import InputError, error_context
 from ..methods import METHODS
 from ..recipe import build
@@ -230,7 +231,8 @@ def check(
         + lora_rate_notes(recipe, config)
         + [note for note in (newer_than_tested(), build.earlier_run_note(config)) if note],
         servers=[str(problem) for problem in build.server_problems(recipe, config, peft_config, rows["train"])],
-        teachers=[describe_teacher(name, section) for name, section in recipe.teacher_sections()],
+        teachers=[describe_teacher(name, section) for name, section in recipe.teacher_sections()]
+        + describe_recorded(config),
         adapter=[describe_adapter(policy, peft_config)] if isinstance(policy, peft.PeftModel) else [],
     )
 
@@ -327,7 +329,8 @@ def check_resumption(
         omitted = (*(name for name in build.HARDWARE_OPTIONS if name != "sampler"), "bf16", "fp16")
         description = {name: value for name, value in description.items() if not name.startswith(omitted)}
     description["adapter"] = adapter_settings(policy)
-    description["train_dataset"] = describe_rows(rows, trainer_class.data_method.rows.columns)
+    columns = trainer_class.data_method.rows.columns + recorded_columns(config)
+    description["train_dataset"] = describe_rows(rows, columns)
     folder = Path(checkpoint)
     if problem := settings_problem(folder, stored_launch(folder), description, config, trainer_class.method):
         raise InputError(f"{recipe.where('train.resume_from_checkpoint')}: {problem}")
@@ -344,6 +347,12 @@ def describe_teacher(name: str, section: "TeacherSection") -> str:
     details = ["with its own tokenizer"] if section.own_tokenizer else []
     details += [f"reads {section.prompt!r} in place of the prompt"] if section.prompt is not None else []
     return f"{name}: {', '.join([source, *details])}"
+
+
+def describe_recorded(config: "PostTrainConfig") -> list[str]:
+    """Return a line about log-probabilities of a teacher that are recorded in the rows, if a Config reads them."""
+    column = recorded_column(config)
+    return [] if column is None else [f"teacher: log-probabilities recorded in the column {column!r} of the rows"]
 
 
 def vllm_notes(recipe: Recipe, config: object) -> list[str]:

@@ -147,7 +147,7 @@ class Run:
         can_leave = self.engine.gpu and not self.engine.shards  # to the host's memory
         by_adapter = model.adapter or (model.lora is not None and model.lora.get("bias", "none") == "none")
         teachers = [section for _, section in self.recipe.teacher_sections()]
-        if teachers:
+        if self.trainer_class.method.second == "teacher":
             staying = [section for section in teachers if not section.url and not (section.self and by_adapter)]
             staying = [section for section in staying if not (can_leave and section.offload)]
             return bool(staying) and not precomputes(config)
@@ -329,7 +329,8 @@ class Run:
         vocabulary = len((self.policy if shapes is self.scorer else shapes).head)  # a teacher's: only the student's ids
         mask = rows * length**2 if batch.document is not None and not self.multiple else 0
         states = 8 * scored * shapes.head.shape[1] + mask
-        per_logit = BYTES_PER_LOGIT if self.engine.gpu else 4 * (5 if any(self.recipe.teacher_sections()) else 3)
+        has_teacher = self.trainer_class.method.second == "teacher"
+        per_logit = BYTES_PER_LOGIT if self.engine.gpu else 4 * (5 if has_teacher else 3)
         if self.engine.gpu and getattr(self.config, "diagnostics", False):
             per_logit += 16  # `Diagnostics.scratch`
         return states, per_logit * min(scored, tile_rows(vocabulary, self.gpu_memory)) * vocabulary

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..batching.micro_batch import MicroBatch
 from ..data.dataset_type import AnyDataset
-from ..data.lengths import longest_rows, tokens_per_row
+from ..data.lengths import longest_rows, token_columns, tokens_per_row
 from ..errors import count_noun
 from ..losses.divergence import reverse_kl
 from ..methods import METHODS, config_class
@@ -154,7 +154,7 @@ def probe(
         averages = trainer.meters["train"].averages(trainer.accelerator)
         rollouts = sample_rollouts(trainer, chosen) if method.rows.sampled else None
         chosen = chosen if recipe.rounds is None else trainer.round.rows
-    columns = [name for name in chosen.column_names if name.endswith("_ids") and name != "mismatch_ids"]
+    columns = [name for name in token_columns(chosen) if name != "mismatch_ids"]
     return Probe(
         min(config.per_device_train_batch_size, len(chosen)),
         int(tokens_per_row(chosen, columns).max()),

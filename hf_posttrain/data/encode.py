@@ -12,6 +12,7 @@ from . import chat, images
 from .assistant_mask import MASK_OPTIONS, assistant_mask
 from .formats import Sample, add_system_turn, read_format, read_label, read_margin, read_template_kwargs
 from .messages import Messages, is_serialized_messages, normalize_reasoning, text_of
+from .recorded_scores import RecordedPlan
 from .row_schema import RowKind
 from .teacher_prompts import TeacherPlan, read_teacher_name, teacher_sample
 
@@ -57,6 +58,7 @@ class Plan(NamedTuple):
         text_weights: Regular expressions of texts in the answer, with the weights of their tokens.
         group_column: Column by whose values the loss is logged.
         keep_prompt: Whether the raw prompt is kept next to its ids, for judges of answers.
+        recorded: Options for log-probabilities of a teacher that are recorded in the rows.
         version: Version of the encoding.
     """
 
@@ -80,6 +82,7 @@ class Plan(NamedTuple):
     keep_prompt: bool = False
     text_weights: Mapping[str, float] | None = None
     group_column: str | None = None
+    recorded: RecordedPlan | None = None
     version: int = VERSION
 
 

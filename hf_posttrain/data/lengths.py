@@ -125,10 +125,15 @@ def tokens_per_row(rows: datasets.Dataset, columns: Sequence[str] = ()) -> np.nd
 
     Args:
         rows: Prepared rows.
-        columns: The columns that are counted; all columns of ids by default.
+        columns: The columns that are counted; all columns of tokens by default.
     """
-    names = columns or [name for name in rows.column_names if name.endswith("_ids")]
+    names = columns or token_columns(rows)
     return np.sum([column_lengths(rows, name, per_row=True) for name in names], axis=0)
+
+
+def token_columns(rows: datasets.Dataset) -> list[str]:
+    """Return the columns of prepared rows with tokens, in contrast to the likely tokens of a teacher."""
+    return [name for name in rows.column_names if name.endswith("_ids") and name != "teacher_ids"]
 
 
 def largest_token_id(rows: AnyDatasets | None) -> int:

@@ -38,6 +38,7 @@ from .json_rows import JsonValue
 from .loss_groups import read_group
 from .messages import has_nested_null, without_none
 from .packing import example_lengths
+from .recorded_scores import build_recorded_plan, check_prepared, read_scores, recorded_columns
 from .row_schema import Reader, RowKind
 from .teacher_prompts import TEACHER_COLUMNS, build_teacher_plan, raw_teacher_columns
 from .text_weights import SPAN_COLUMN, weighted_sample
@@ -100,6 +101,7 @@ def prepare(
     extra_columns += ("asked",) if getattr(config, "keep_asked", False) else ()
     extra_columns += ("group",) if getattr(config, "log_loss_by", None) else ()
     extra_columns += ("token_weights",) if _has_weights(dataset, method, config) else ()
+    extra_columns += recorded_columns(config)
 
     # prepared rows have these types, or lists of them if packed; other rows of ids are not truncated yet
     required = {*method.rows.columns, "index", *extra_columns}
@@ -109,6 +111,7 @@ def prepare(
     )
     if is_typed and required <= {*kinds} <= required | ADDED_COLUMNS:
         _check_length(dataset, method.rows, config, name)
+        check_prepared(dataset, config, name)
         return _with_unique_numbers(dataset)
 
     mapped = tokenize_dataset(dataset, method, tokenizer, config, name)
@@ -210,6 +213,10 @@ def _features(rows: RowKind, facts: bool = True, extra_columns: Sequence[str] = 
     types["group"] = datasets.Value("string")
     types["token_weights"] = datasets.List(datasets.Value("float32"))
     ids = datasets.List(datasets.Value("int32"))
+    types |= {
+        "teacher_ids": datasets.List(ids),
+        "teacher_logps": datasets.List(datasets.List(datasets.Value("float32"))),
+    }
     names = (*rows.columns, *extra_columns, *(FACTS if facts else ()))
     return datasets.Features({name: types.get(name, ids) for name in names})
 
@@ -251,7 +258,11 @@ def tokenize_dataset(
             raise InputError(f"log_loss_by: there is no column {group_column!r}{name_hint(group_column, columns)}")
         teacher = build_teacher_plan(config)
         with_images = get_image_reader(tokenizer) is not None
-        plan = build_plan(form, method, tokenizer, config, name)._replace(masks=tuple(masks), teacher=teacher)
+        plan = build_plan(form, method, tokenizer, config, name)._replace(
+            masks=tuple(masks),
+            teacher=teacher,
+            recorded=build_recorded_plan(config, columns, tokenizer.get_vocab()),
+        )
         if with_images:
             dataset = _without_decoding(dataset)
         else:
@@ -264,6 +275,7 @@ def tokenize_dataset(
         *(["asked"] if plan.keep_prompt else []),
         *(["group"] if plan.group_column else []),
         *(["token_weights"] if _has_weights(dataset, method, config) else []),
+        *recorded_columns(config),
     )
     features = _features(method.rows, extra_columns=extra_columns)
     filled = null_filled_columns(dataset)
@@ -626,10 +638,11 @@ def tokenise(
 
     # 3. truncate each sample, and record facts for the audit
     examples = []
+    scores: list[dict[str, list[Any]]] = []  # recorded log-probabilities of each sample
     unknown = tokenizer.unk_token_id
     if unknown in (tokenizer.eos_token_id, tokenizer.bos_token_id):  # as in GPT-2, where it does not mean unknown text
         unknown = None
-    for number, sample, sample_bits in zip(row_numbers, samples, bits, strict=True):
+    for number, raw_row, sample, sample_bits in zip(row_numbers, raw_rows, samples, bits, strict=True):
         with error_context(f"{plan.name}, row {number}"):
             full = with_context(sample, plan)
             # a prompt that is trained too is still truncated before its answer
@@ -637,9 +650,16 @@ def tokenise(
             prompt_state = 0
             if plan.completion_only is False and sample.prompt:
                 shortened, prompt_state = truncate(sample, plan)
-            kept, state = truncate(with_context(shortened, plan), plan)
+            context = with_context(shortened, plan)
+            kept, state = truncate(context, plan)
             if reader and not state & NO_TARGET:
                 kept = _keep_complete_images(kept, reader)
+            if plan.recorded:
+                sizes = [len(part.branches[0]) for part in (sample, shortened, context, kept)]
+                removed = sizes[0] - sizes[1] + sizes[2] - sizes[3]
+                mask = [] if state & NO_TARGET else kept.mask or []
+                value = raw_row.get(plan.recorded.column)
+                scores.append(read_scores(value, kept.branches[0], mask, removed, plan.recorded))
         branches = kept.branches or [[]]
         trained = sum(kept.mask) if kept.mask is not None else max(map(len, branches))
         full_branches = [[]] if plan.rows.sampled else full.branches
@@ -664,6 +684,8 @@ def tokenise(
         )
     has_weights = plan.rows.masked and (plan.text_weights or SPAN_COLUMN in batch)
     columns = (*plan.rows.columns, *FACTS, *(["images"] if reader else []), *(["token_weights"] if has_weights else []))
+    if plan.recorded:
+        extra_columns |= {column: [row[column] for row in scores] for column in scores[0]}
     return {column: [example[column] for example in examples] for column in columns} | extra_columns
 
 

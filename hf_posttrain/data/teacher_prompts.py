@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from ..errors import InputError, error_context, join_names, name_hint, short_repr
 from .formats import Sample
 from .messages import Messages, check_unicode
+from .recorded_scores import recorded_column
 
 TEACHER_COLUMNS = ("teacher", "teacher_prompt_ids")
 """Columns of prepared rows: a teacher's name, and its prompt, which is empty if it reads the prompt of the student."""
@@ -70,7 +71,7 @@ def raw_teacher_columns(config: object, columns: Sequence[str]) -> set[str]:
     """Return the raw columns that are read for the teachers of a Config."""
     plan = build_teacher_plan(config)
     if plan is None:
-        return set()
+        return {*filter(None, [recorded_column(config)])} & {*columns}
     used = {*TEACHER_COLUMNS} if plan.names else {TEACHER_COLUMNS[1]}
     for template in plan.prompts.values():
         used |= meta.find_undeclared_variables(_environment().parse(template))

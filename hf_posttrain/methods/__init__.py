@@ -182,6 +182,7 @@ _ROWS = (
         groups={"teacher": TEACHER},
         rules=(
             rules.kd_problems,
+            rules.recorded_problems,
             rules.teacher_option_problems,
             rules.kd_tokenizer_problems,
             rules.text_weight_problems,

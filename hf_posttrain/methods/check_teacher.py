@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from ..capabilities import Feature, conflict_message
+from ..data.recorded_scores import recorded_column
 from ..data.teacher_prompts import by_teacher
 from ..errors import InputError
 from ..models.config import TeacherSection
@@ -19,7 +21,8 @@ def check_teacher(
     """Return the `teacher_model` of a trainer, or else the name in its Config, before a model is loaded.
 
     Raises:
-        InputError: The argument and the Config name different teachers; the Config has options for loading a teacher
+        InputError: The argument and the Config name different teachers; the Config reads recorded log-probabilities
+            instead of a teacher; the Config has options for loading a teacher
             by name and the teacher is given otherwise; or a section contradicts the Config, or sets a prompt or a
             tokenizer that the Config lacks.
     """
@@ -29,6 +32,8 @@ def check_teacher(
     elif path is not None and teacher != path:
         problem = f"teacher_model_name_or_path is {path!r}, and the trainer is given another teacher_model"
         raise InputError(f"{problem}. Remove one of the two")
+    if teacher is not None and recorded_column(args) is not None:
+        raise InputError(conflict_message(Feature.RECORDED, Feature.TEACHER_MODEL))
     if args.teacher_model_init_kwargs and not isinstance(teacher, str):
         problem = "teacher_model_init_kwargs is only valid with a teacher that is given by name"
         raise InputError(f"{problem}. Remove it, or pass the name as teacher_model")

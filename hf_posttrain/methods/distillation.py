@@ -34,7 +34,7 @@ class DistillationConfig(PostTrainConfig):
 
     Args:
         teacher: Options for the comparison of student and teacher and for the input of the teacher: {top_k,
-            top_k_remainder, precompute, merge_eos, prompt, tokenizer, names}.
+            top_k_remainder, precompute, merge_eos, prompt, tokenizer, names, logprobs_column}.
         entropy_threshold: Entropy of the teacher in nats above which entropy_aware_kl adds the forward KL to the
             reverse KL (by default 0.8).
         teacher_model_name_or_path: Name or folder of the teacher, for a trainer without the argument `teacher_model`.
@@ -60,7 +60,7 @@ class DistillationConfig(PostTrainConfig):
     teacher: TeacherOptions | str | dict[str, Any] | None = option(
         None,
         "Options for the comparison of student and teacher and for the input of the teacher: {top_k, top_k_remainder, "
-        "precompute, merge_eos, prompt, tokenizer, names}.",
+        "precompute, merge_eos, prompt, tokenizer, names, logprobs_column}.",
     )
     entropy_threshold: float | None = option(
         None,
@@ -124,7 +124,7 @@ class DistillationTrainer(PostTrainer):
     collator_class = DistillationCollator
     teacher: Teacher | None
     cached_temperature: float | None = None
-    """Temperature of the precomputed top k in the rows, which replaces the teacher."""
+    """Temperature of the precomputed or recorded top k in the rows, which replaces the teacher."""
     teacher_head: LMHead | None = None
     """Copy of the head of the teacher, which reads precomputed hidden states."""
 
@@ -143,13 +143,16 @@ class DistillationTrainer(PostTrainer):
         self.eos_ids = setup.eos.ids
         self.teacher_ends = setup.terminal_ids
         self.data_collator.teacher_inputs = setup.inputs
+        if self.teacher is None:
+            self.cached_temperature = self.args.temperature
         # The callback is the teacher itself, or else its model, as with a teacher that has another tokenizer.
         parts: Sequence[object] = [self.teacher] if isinstance(self.teacher, TrainerCallback) else setup.models
         self.teacher_callbacks = [part for part in parts if isinstance(part, TrainerCallback)]
         for callback in self.teacher_callbacks:
             self.add_callback(callback)
         self.set_second_models(setup.models)
-        self.second_key = " ".join(filter(None, [self.second_key, setup.teacher.description])) or None
+        description = None if setup.teacher is None else setup.teacher.description
+        self.second_key = " ".join(filter(None, [self.second_key, description])) or None
         if setup.average is not None:
             self.add_callback(setup.average)
             self.stateful["teacher_average"] = setup.average
@@ -205,7 +208,8 @@ class DistillationTrainer(PostTrainer):
                 raise InputError(f"{problem}. Build a new trainer for another temperature")
             return batch.teacher_signal
         if self.teacher is None:
-            problem = "this dataset was not scored by the teacher, which teacher.precompute requires"
+            option = "precompute" if self.args.teacher.precompute else "logprobs_column"
+            problem = f"this dataset was not scored by the teacher, which teacher.{option} requires"
             raise InputError(f"{problem}. Pass all datasets when the trainer is built")
         return self.teacher.signal(batch, request)
 

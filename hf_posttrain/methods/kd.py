@@ -4,7 +4,8 @@
 
 q is the distribution of the student, and p that of the teacher. The divergence D is computed at `temperature`, without
 a factor T^2. The teacher scores each batch together with the student. With `teacher.precompute` it scores all rows
-once before training, and its hidden states are cached, or with `teacher.top_k` its top tokens.
+once before training, and its hidden states are cached, or with `teacher.top_k` its top tokens. With
+`teacher.logprobs_column` the rows have recorded top tokens, and there is no teacher.
 """
 
 from dataclasses import dataclass, replace

@@ -189,6 +189,23 @@ def kd_problems(values: Any) -> Iterator[Problem]:
         yield from _top_k_problems("divergence", values)
 
 
+def recorded_problems(values: Any) -> Iterator[Problem]:
+    """Yield the problems of the options of KD with recorded log-probabilities of the teacher."""
+    options = values.teacher
+    if options.logprobs_column is None:
+        return
+    keys = "teacher.logprobs_column", "teacher"
+    if options.top_k is None:
+        problem = "teacher.logprobs_column requires teacher.top_k, the number of tokens to read at each position"
+        yield keys, f"{problem}. Set it to the number of tokens that were recorded, or less"
+    if options.merge_eos:
+        problem = "teacher.merge_eos cannot be combined with teacher.logprobs_column, which may lack EOS ids"
+        yield ("teacher.merge_eos", *keys), f"{problem}. Remove teacher.merge_eos"
+    if values.temperature != 1:
+        problem = f"temperature={values.temperature:g} cannot be combined with teacher.logprobs_column"
+        yield ("temperature", *keys), f"{problem}, which is read at temperature 1. Remove temperature"
+
+
 def teacher_option_problems(values: Any) -> Iterator[Problem]:
     """Yield the problems of the options of teachers in a Config."""
     options = values.teacher
@@ -354,6 +371,9 @@ def opd_problems(values: Any) -> Iterator[Problem]:
 
 def opd_token_problems(values: Any) -> Iterator[Problem]:
     """Yield the problems of the options of OPD about trained tokens, the teacher's top tokens and token weights."""
+    if values.teacher.logprobs_column is not None:
+        problem = "teacher.logprobs_column cannot be combined with method opd, whose rollouts are not in the data"
+        yield ("teacher.logprobs_column", "teacher"), f"{problem}. Use method kd"
     yield from _train_max_tokens_problems(values)
     yield from _top_k_problems("loss_type", values)
     weights = values.token_weights

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..data.audit import DataAudit, audit_datasets
 from ..data.dataset_type import AnyDataset
-from ..data.lengths import check_fills_step, tokens_per_row
+from ..data.lengths import check_fills_step, token_columns, tokens_per_row
 from ..data.prepare import columns_read
 from ..data.row_schema import SOURCE_COLUMN
 from ..data.sources import load
@@ -86,7 +86,7 @@ def summarize_rows(rows: AnyDataset) -> str:
     """Return the number of rows and tokens, and the folder of their cache, for the output of --preprocess-only."""
     if not isinstance(rows, datasets.Dataset):
         return "a stream, which is not cached, since it is tokenized while it is read"
-    ids = [column for column in rows.column_names if column.endswith("_ids") and column != "mismatch_ids"]
+    ids = [column for column in token_columns(rows) if column != "mismatch_ids"]
     folders = sorted({str(Path(file["filename"]).parent) for file in rows.cache_files})
     return f"rows: {len(rows)}, tokens: {tokens_per_row(rows, ids).sum()}, cached in {', '.join(folders)}"
 

@@ -186,7 +186,9 @@ def _move_comparison_options(tree: dict[Any, Any], locations: dict[str, str]) ->
             options = options | {option: moved_options[option]}
             locations[key] = location
     remaining = {option: value for option, value in section.items() if option not in moved_options}
-    return tree | {"teacher": remaining, "train": train | {"teacher": options}}
+    # with recorded log-probabilities there is no model
+    has_model = remaining or "logprobs_column" not in moved_options
+    return tree | {"teacher": remaining if has_model else None, "train": train | {"teacher": options}}
 
 
 def _without_overridden_names(

@@ -61,7 +61,8 @@ def recipe_problems(recipe: Recipe) -> Iterator[Problem]:
     # the teacher, which a method either requires or does not support
     method = recipe.method
     users = [name for name, row in METHODS.items() if row.second == "teacher"]
-    if method in users and not (recipe.teacher or recipe.teachers):
+    is_recorded = (TEACHER.as_mapping(recipe.train.get("teacher")) or {}).get("logprobs_column") is not None
+    if method in users and not (recipe.teacher or recipe.teachers or is_recorded):
         yield ("method",), f"method {method} requires a teacher. Add the section teacher: {{name_or_path: ...}}"
     for name in ("teacher", "teachers"):
         if method not in users and getattr(recipe, name):
@@ -73,6 +74,8 @@ def recipe_problems(recipe: Recipe) -> Iterator[Problem]:
     if recipe.teachers == {}:
         yield ("teachers",), "teachers must not be empty. Add {NAME: {name_or_path: ...}}"
     for key, teacher in recipe.teacher_sections():
+        if is_recorded:
+            yield ("train.teacher.logprobs_column", key), conflict_message(Feature.RECORDED, Feature.TEACHER_MODEL)
         yield from teacher_section_problems(key, teacher)
 
     # keys of models

@@ -42,7 +42,7 @@ class TeacherSetup:
     """A teacher, and its properties that concern the trainer.
 
     Attributes:
-        teacher: The teacher.
+        teacher: The teacher, or None if the rows have its scores.
         vocabulary: Number of token ids that all models have.
         terminal_ids: Ids that end an answer of the student, or of a teacher with the tokenizer of the student.
         eos: Merged EOS ids.
@@ -51,7 +51,7 @@ class TeacherSetup:
         average: Callback that updates the weights of a teacher that is a moving average of the student.
     """
 
-    teacher: Teacher
+    teacher: Teacher | None
     vocabulary: int
     terminal_ids: list[int]
     eos: MergedEOS
@@ -66,7 +66,7 @@ def build_teacher(
     offload: bool | Mapping[str, bool],
     merge_eos: bool,
 ) -> TeacherSetup:
-    """Build the teacher of a trainer, or several teachers by name.
+    """Build the teacher of a trainer, or several teachers by name. With recorded log-probabilities there is none.
 
     Args:
         trainer: The trainer.
@@ -79,6 +79,11 @@ def build_teacher(
             cannot be reached; or the token ids, except for padding, differ from those of the student and the Config
             does not name the tokenizer of the teacher.
     """
+    student_size = forward.causal_lm(trainer.model).config.get_text_config().vocab_size
+    if trainer.args.teacher.logprobs_column is not None:
+        if offload:
+            raise InputError("teacher_offload is only valid with a teacher in memory. Remove it")
+        return TeacherSetup(None, student_size, trainer.terminal_ids, _eos(trainer, []))
     if teacher_model is None:
         raise InputError("teacher_model is missing. Pass a model, its name or folder, or a TeacherSection")
     names = trainer.args.teacher.names or []
@@ -110,7 +115,6 @@ def build_teacher(
             teachers[name] = builders[0](trainer, model, name)
         else:
             teachers[name] = _build_local(trainer, model, name, offloaded.get(name, False))
-    student_size = forward.causal_lm(trainer.model).config.get_text_config().vocab_size
     sizes = [teacher.vocabulary for teacher in teachers.values() if teacher.aligner is None]
     vocabulary = min([student_size, *sizes])
 
@@ -153,7 +157,12 @@ def _merged_eos(trainer: TrainerInterface, teacher: Any, vocabulary: int, merge:
     if len(merged) > 1:
         names = " ".join(trainer.tokenizer.convert_ids_to_tokens(merged))
         logger.info("EOS tokens that count as one outcome: %s", names)
-    return terminal_ids, MergedEOS(torch.tensor(merged, device=trainer.accelerator.device), trainer.args.temperature)
+    return terminal_ids, _eos(trainer, merged)
+
+
+def _eos(trainer: TrainerInterface, ids: list[int]) -> MergedEOS:
+    """Return EOS ids that count as one outcome at the temperature of a trainer."""
+    return MergedEOS(torch.tensor(ids, device=trainer.accelerator.device), trainer.args.temperature)
 
 
 def _build_served(trainer: TrainerInterface, section: TeacherSection, name: str) -> ServedTeacher:

@@ -54,10 +54,15 @@ class TeacherOptions(OptionKind):
         "Names of several teachers. The column `teacher` of a row has one of them. In a recipe, write the section "
         "teachers instead.",
     )
+    logprobs_column: str | None = option(
+        None,
+        "Column of the rows with the log-probabilities of a teacher, recorded by vLLM with return_tokens_as_token_ids. "
+        "They replace a teacher model for the answers of the rows. Requires top_k.",
+    )
 
 
 TEACHER = OptionGroup(TeacherOptions)
-COMPARISON_OPTIONS = ("top_k", "top_k_remainder", "precompute", "merge_eos")
+COMPARISON_OPTIONS = ("top_k", "top_k_remainder", "precompute", "merge_eos", "logprobs_column")
 """Options for the comparison of student and teacher, which a recipe may have in its teacher section."""
 
 

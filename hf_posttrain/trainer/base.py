@@ -29,6 +29,7 @@ from ..data.json_rows import from_rows
 from ..data.lengths import add_length_column, check_length_known, seeded_sampler, warn_if_too_long
 from ..data.loss_groups import values_of_groups
 from ..data.prepare import SCORE_COLUMNS, prepare
+from ..data.recorded_scores import recorded_columns
 from ..engines import engine, launch, sequence, sharded
 from ..errors import InputError, join_names
 from ..generation.completions_client import ServerError
@@ -159,8 +160,8 @@ class PostTrainer(StepMixin, EvaluationMixin, SavingMixin, ResumeMixin, Optimize
             warn_if_too_long(train, self.scored[0].config, args)
             evaluation = self.prepare(eval_dataset, self.tokenizer, args, "eval")
         self.scored_rows: list[datasets.Dataset] = []
-        train = self.without_scores(train)
-        evaluation = self.without_scores(evaluation)
+        train = self.without_scores(train, args)
+        evaluation = self.without_scores(evaluation, args)
         self.check_ids(train, evaluation)
 
         config = self.scored[0].config
@@ -261,13 +262,17 @@ class PostTrainer(StepMixin, EvaluationMixin, SavingMixin, ResumeMixin, Optimize
         """Prepare one data set. A method adds columns that it requires in addition to tokens."""
         return prepare(rows, cls.method, tokenizer, args, name)
 
-    def without_scores(self, rows: AnyDatasets | None) -> Any:
-        """Return prepared rows without the scores by the second model of another trainer."""
+    def without_scores(self, rows: AnyDatasets | None, args: PostTrainConfig) -> Any:
+        """Return prepared rows without the scores by the second model of another trainer.
+
+        Scores that are recorded in the raw rows remain.
+        """
         if isinstance(rows, dict):
-            return {name: self.without_scores(part) for name, part in rows.items()}
+            return {name: self.without_scores(part, args) for name, part in rows.items()}
         if rows is None or any(rows is scored for scored in self.scored_rows):
             return rows
-        columns = [column for column in getattr(rows, "column_names", None) or () if column in SCORE_COLUMNS]
+        others = SCORE_COLUMNS - {*recorded_columns(args)}
+        columns = [column for column in getattr(rows, "column_names", None) or () if column in others]
         return rows.remove_columns(columns) if columns else rows
 
     def check_ids(self, *rows: AnyDatasets | None) -> None:
@@ -286,7 +291,7 @@ class PostTrainer(StepMixin, EvaluationMixin, SavingMixin, ResumeMixin, Optimize
 
         A method also updates what it has computed from the former one.
         """
-        self.train_dataset = rows = self.without_scores(self.train_dataset)
+        self.train_dataset = rows = self.without_scores(self.train_dataset, self.args)
         columns = {*self.data_method.rows.columns, "index"}
         if rows is not None and not (isinstance(rows, datasets.Dataset) and columns <= set(rows.column_names)):
             with launch.main_process_first(self.args):

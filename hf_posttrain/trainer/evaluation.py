@@ -75,7 +75,7 @@ class EvaluationMixin(TrainerInterface):
         if options.get("is_training"):
             return super()._get_dataloader(dataset, *args, **options)
         collator = self.data_collator
-        rows = self.without_scores(self.prepare(dataset, self.tokenizer, self.args, "eval"))
+        rows = self.without_scores(self.prepare(dataset, self.tokenizer, self.args, "eval"), self.args)
         predicting = "test" in (*args, options.get("description")) or "inputs" in self.args.include_for_metrics
         if self.compute_metrics is not None or predicting:
             self.data_collator = replace(collator, layout="padded")

@@ -142,7 +142,7 @@ class TrainerInterface(Trainer):
         """Return rows prepared for `examples`."""
         raise NotImplementedError
 
-    def without_scores(self, rows: AnyDatasets | None) -> Any:
+    def without_scores(self, rows: AnyDatasets | None, args: PostTrainConfig) -> Any:
         """Return prepared rows without the scores by the second model of another trainer."""
         raise NotImplementedError
 

@@ -16,6 +16,7 @@ from torch import nn
 
 from ..data.dataset_type import AnyDatasets
 from ..data.images import image_versions
+from ..data.recorded_scores import recorded_columns
 from ..engines import sharded
 from ..errors import short_repr
 from ..models import adapters, score_cache
@@ -90,7 +91,7 @@ def describe_options(args: Any, method: Method) -> dict[str, Any]:
 def describe_run(trainer: TrainerInterface) -> dict[str, Any]:
     """Return everything that the trained weights depend on, as JSON values by name. Every prepared row is read once."""
     args = trainer.args
-    columns = trainer.data_method.rows.columns
+    columns = trainer.data_method.rows.columns + recorded_columns(args)
     policy = forward.unwrap_model(trainer.model)
     causal = forward.causal_lm(policy)
     description = describe_options(args, trainer.method) | {

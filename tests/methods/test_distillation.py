@@ -10,6 +10,7 @@ import pyarrow as pa
 import pytest
 import torch
 from models_for_tests import tiny_model
+from recorded_for_tests import as_completion, recorded
 from safetensors.torch import load
 from tokenizers_for_tests import base_tokenizer, byte_tokenizer
 from training_for_tests import Gradients, assert_same_step, fix_rollouts, one_step, token_rows, trainer_for
@@ -275,6 +276,24 @@ def test_a_cached_top_k_teacher(k, tmp_path):
         assert_same_step(cached, online)
     else:
         assert 0 < online[0] - cached[0] < 0.4 * online[0]  # the tail in one bucket: a lower bound of the divergence
+
+
+@pytest.mark.parametrize(
+    ("options", "form"), [({"top_k": 5}, list), ({"top_k": 259}, as_completion),
+                          ({"top_k": 5, "top_k_remainder": "generalized"}, as_completion)],
+)  # fmt: skip
+def test_recorded_scores_are_the_teacher(options, form, tmp_path):
+    """The same step as with the recorded model in memory."""
+    student = tiny_model(vocab_size=259)
+    teacher = tiny_model(seed=9, vocab_size=259)
+    rows = token_rows("kd")
+    recorded_rows = []
+    for row in rows:
+        entries = recorded(teacher, row["prompt_ids"] + row["completion_ids"], len(row["completion_ids"]), 259)
+        recorded_rows.append({**row, "scores": form(entries)})
+    found = one_step("kd", student, recorded_rows, tmp_path, teacher=options | {"logprobs_column": "scores"})
+    expected = one_step("kd", student, rows, tmp_path, second=teacher, teacher=options)
+    assert_same_step(found, expected)
 
 
 @pytest.mark.parametrize("prompt", [None, "Hint: 4. {{ prompt }}"])
