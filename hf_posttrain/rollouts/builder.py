@@ -159,9 +159,8 @@ class RolloutBuilder:
         laid_out = []
         for group in map(sorted, groups):
             batch = self._lay_out([examples[row] for row in group], [rollouts[row] for row in group], source)
-            if "group" in rows[0]:
-                values = [rows[row]["group"] for row in group for _ in examples[row].branches]
-                batch = batch.replace(groups=Deferred(values))
+            values = [rows[row].get("group") for row in group for _ in examples[row].branches]
+            batch = batch.replace(groups=Deferred(values) if values[0] else None)
             batch = self.trainer._prepare_inputs(batch.replace(index=index[group], row_weights=row_weights[group]))
             if self.trainer.args.sampler.prefetch and batch.sampler_logps is not None:
                 # the policy's probability of merged EOS ids is not that of the single id that was sampled

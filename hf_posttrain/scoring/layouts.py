@@ -50,9 +50,8 @@ class Branch:
     @property
     def trained_weights(self) -> Sequence[float]:
         """Weights of the trained tokens."""
-        assert self.weights is not None
         mask = self.mask or [1] * len(self.ids)
-        return [weight for weight, is_trained in zip(self.weights, mask, strict=True) if is_trained]
+        return [weight for weight, is_trained in zip(self.weights or (), mask, strict=True) if is_trained]
 
 
 def branch_with_reward(ids: Sequence[int]) -> Branch:
