@@ -103,10 +103,17 @@ def load_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
 
     adapter_template = adapter_folder / "chat_template.jinja"
     if section.chat_template or (section.adapter and adapter_template.is_file()):
-        tokenizer.chat_template = Path(section.chat_template or adapter_template).read_text(encoding="utf-8")
-    if reader := get_image_reader(tokenizer):
+        set_chat_template(tokenizer, section.chat_template or adapter_template)
+    elif reader := get_image_reader(tokenizer):
         reader.processor.chat_template = tokenizer.chat_template  # the processor is saved
     return with_pad_token(tokenizer)
+
+
+def set_chat_template(tokenizer: PreTrainedTokenizerBase, file: str | Path) -> None:
+    """Set the chat template of a tokenizer, and of the processor that it belongs to, to the text of a file."""
+    tokenizer.chat_template = Path(file).read_text(encoding="utf-8")
+    if reader := get_image_reader(tokenizer):
+        reader.processor.chat_template = tokenizer.chat_template  # the processor is saved
 
 
 def load_processor(name: str, section: ModelSection) -> ProcessorMixin:
