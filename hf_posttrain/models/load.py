@@ -651,7 +651,10 @@ def as_input_error(kind: str, name: str) -> Iterator[None]:
             raise
         first_line = str(error).strip().partition("\n")[0].rstrip(".")
         problem = f"its files lack {first_line}" if isinstance(error, LookupError) else first_line
-        if (path := Path(name)).exists():
+        if "trust_remote_code=True" in str(error):
+            problem += ". Set trust_remote_code to true if you trust the code"
+        # transformers raises OSError for files that are missing, here and on the Hub
+        if (path := Path(name)).exists() or not (isinstance(error, OSError) or is_local(name)):
             raise InputError(f"{kind} {name}: {problem}") from error
         hub = f"; from the Hub: {problem}"
         if is_local(name):

@@ -1347,6 +1347,7 @@ OF_TRL = [
     (lambda o: RewardConfig(o, use_cpu=True, loss_type="nll"), None),
     (lambda o: RewardConfig(o, use_cpu=True, loss_type="sigmoid"), "this method has one loss"),
     (lambda o: CPOConfig(o, use_cpu=True, loss_type="aot"), "is not one of sigmoid, hinge, ipo, simpo"),
+    (lambda o: DPOConfig(o, use_cpu=True, loss_type=["sft", "aot"]), "loss_type='aot' is not supported, because"),
     (lambda o: SFTConfig(o, use_cpu=True, loss_type="sigmoid"), "is not one of nll, chunked_nll, dft"),
     (lambda o: KDConfig(o, use_cpu=True, loss_type="jsd"), "distillation on data calls it divergence"),
     (lambda o: hf_posttrain.SFTTrainer(tiny_model(), tiny_model(), args=None), "is args, which is also a keyword"),
