@@ -33,7 +33,7 @@ class Feature(StrEnum):
     MUON = "optim: muon"
     SYNC_REFERENCE = "sync_ref_model"
     REWARD_MODEL = "a reward model"
-    MISMATCHED_PAIRS = "unpaired preferences"
+    AUTO_WEIGHTS = "desirable_weight or undesirable_weight: auto"
     # rollouts
     OFF_POLICY = "rollouts of another policy (any source but on_policy)"
     SCORED_EACH_STEP = "rollouts that are scored in every step (all but frozen)"
@@ -109,8 +109,8 @@ CONFLICTS: tuple[Conflict, ...] = (
     Conflict(_F.LOSS_BY_VALUE, _F.ROUNDS, "the rows of a round have no such column"),
     Conflict(_F.FROZEN, _F.STREAM, _LENGTH),
     Conflict(_F.PRECOMPUTE, _F.STREAM, _LENGTH),
-    Conflict(_F.REFERENCE_CACHE, _F.STREAM, _LENGTH),
-    Conflict(_F.MISMATCHED_PAIRS, _F.STREAM, "each prompt is paired with the answer of another row"),
+    Conflict(_F.REFERENCE_CACHE, _F.STREAM, "scores by row number are not supported with IterableDataset"),
+    Conflict(_F.AUTO_WEIGHTS, _F.STREAM, "the labels of all rows must be known", "Set the weights to numbers"),
     Conflict(_F.PREFETCH, _F.ROUNDS, "a round samples all its answers before it trains on them"),
     Conflict(_F.REFERENCE_CACHE, _F.ROUNDS, "the rows of a round are not known before it starts"),
     Conflict(_F.EXACT_MATCH, _F.REWARD_MODEL, _NO_ANSWERS),
@@ -192,6 +192,7 @@ def option_features(values: OptionValues) -> dict[Feature, str]:
     teacher = getattr(values, "teacher", None)
     lmbda = getattr(values, "lmbda", 1)
     weights = getattr(values, "token_weights", None)
+    class_weights = getattr(values, "desirable_weight", None), getattr(values, "undesirable_weight", None)
     selected = {
         Feature.MERGE_LORA: (values.merge_lora, "merge_lora"),
         Feature.PACKING: (getattr(values, "packing", False), "packing"),
@@ -204,6 +205,10 @@ def option_features(values: OptionValues) -> dict[Feature, str]:
         Feature.REFERENCE_CACHE: (getattr(values, "precompute_ref_log_probs", None), "precompute_ref_log_probs"),
         Feature.MUON: (values.optim == "muon", "optim"),
         Feature.SYNC_REFERENCE: (getattr(values, "sync_ref_model", False), "sync_ref_model"),
+        Feature.AUTO_WEIGHTS: (
+            "auto" in class_weights,
+            "desirable_weight" if class_weights[0] == "auto" else "undesirable_weight",
+        ),
         Feature.DATA_SHARE: (lmbda < 1, "lmbda"),
         Feature.NO_ROLLOUTS: (lmbda == 0, "lmbda"),
         Feature.POLICY_GRADIENT: (getattr(values, "loss_type", None) == "policy_gradient", "loss_type"),

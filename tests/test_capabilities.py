@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from hf_posttrain import CPOConfig, DPOConfig, KDConfig, OPDConfig, RewardConfig, SFTConfig
+from hf_posttrain import CPOConfig, DPOConfig, KDConfig, KTOConfig, OPDConfig, RewardConfig, SFTConfig
 from hf_posttrain.capabilities import CONFLICTS, Feature, conflict_message, conflicts, option_features
 from hf_posttrain.errors import InputError
 from hf_posttrain.methods import METHODS
@@ -24,6 +24,7 @@ OPTIONS = {  # feature -> options that select it
     Feature.PROMPT_TRAINED: {"completion_only_loss": False},
     Feature.SYNC_REFERENCE: {"sync_ref_model": True},
     Feature.MUON: {"optim": "muon"},
+    Feature.AUTO_WEIGHTS: {"undesirable_weight": "auto"},
     Feature.REFERENCE_CACHE: {"precompute_ref_log_probs": True},
     Feature.OFF_POLICY: {"rollouts": {"source": "replay"}},
     Feature.SCORED_EACH_STEP: {"rollouts": {"source": "on_policy"}},
@@ -45,7 +46,15 @@ OPTIONS = {  # feature -> options that select it
     Feature.OWN_TOKENIZER: {"teacher": {"tokenizer": "x"}},
     Feature.RECORDED: {"teacher": {"logprobs_column": "x", "top_k": 4}},
 }
-CONFIGS = {"sft": SFTConfig, "dpo": DPOConfig, "cpo": CPOConfig, "rm": RewardConfig, "kd": KDConfig, "opd": OPDConfig}
+CONFIGS = {
+    "sft": SFTConfig,
+    "dpo": DPOConfig,
+    "kto": KTOConfig,
+    "cpo": CPOConfig,
+    "rm": RewardConfig,
+    "kd": KDConfig,
+    "opd": OPDConfig,
+}
 PAIRS = [(conflict.first, conflict.second) for conflict in CONFLICTS]
 OF_OPTIONS = [pair for pair in PAIRS if {*pair} <= OPTIONS.keys()]
 ELSEWHERE = {  # features that no option selects, and recipes that do
@@ -61,8 +70,8 @@ ELSEWHERE = {  # features that no option selects, and recipes that do
 }
 APART = (Feature.PREFETCH, Feature.ROUNDS)
 """The sampler of rounds, in a test of its own: the option of the train section belongs to a method with a teacher."""
-OF_TRAINERS = {Feature.SEQUENCE_PARALLEL, Feature.SHARDED, Feature.SAMPLE_URL, Feature.MISMATCHED_PAIRS}
-"""Features that only a trainer or a command knows: tests of engines, KTO and `sample` have their errors."""
+OF_TRAINERS = {Feature.SEQUENCE_PARALLEL, Feature.SHARDED, Feature.SAMPLE_URL}
+"""Features that only a trainer or a command knows: tests of engines and `sample` have their errors."""
 
 
 def merged(first, second):
@@ -128,7 +137,7 @@ def test_a_recipe_knows_both_features(pair, tmp_path, monkeypatch):
         options |= {"teacher": options.get("teacher", {})}
     if "rounds" in overrides and "teacher" not in options and "method" not in overrides:
         options |= {"beta": 0.1}
-    method = next(name for name in ("sft", "dpo", "kd", "opd") if name in methods_with(options))
+    method = next(name for name in ("sft", "dpo", "kto", "kd", "opd") if name in methods_with(options))
     if any(key.startswith("train.loss") for key in overrides) or "rollouts" in options:
         method = "opd"
     teacher = options.pop("teacher", {})

@@ -84,7 +84,7 @@ def check_length_known(rows: AnyDataset, args: TrainingArguments, training: bool
     if not isinstance(rows, datasets.IterableDataset):
         return
     features = option_features(args)
-    training_only = {Feature.GROUP_BY_LENGTH, Feature.FROZEN}
+    training_only = {Feature.GROUP_BY_LENGTH, Feature.FROZEN, Feature.AUTO_WEIGHTS}
     # with rollouts, the teacher does not score the rows
     any_rows = {Feature.REFERENCE_CACHE} if hasattr(args, "rollouts") else {Feature.REFERENCE_CACHE, Feature.PRECOMPUTE}
     for feature in features:

@@ -2,7 +2,11 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from ..errors import path_hint
+from .files import report_unreadable
 
 if TYPE_CHECKING:
     from jinja2 import nodes
@@ -29,6 +33,23 @@ def parse_template(template: str) -> "nodes.Template":
     from jinja2 import Environment
 
     return Environment(extensions=["jinja2.ext.loopcontrols"]).parse(GENERATION_TAG.sub("", template))
+
+
+@report_unreadable
+def template_problem(name: str) -> str | None:
+    """Return the problem of a chat template's file, which must be Jinja that transformers renders, or None."""
+    from jinja2 import TemplateSyntaxError
+
+    path = Path(name)
+    if not path.is_file():
+        return f"there is no file {name}{path_hint(path)}"
+    try:
+        parse_template(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError:
+        return f"{name} is not UTF-8 text. Save the file in UTF-8"
+    except TemplateSyntaxError as error:
+        return f"{name}, line {error.lineno}: not a valid Jinja template: {(error.message or '').rstrip('.')}"
+    return None
 
 
 def first_referenced_key(template: str, names: Sequence[str]) -> str | None:

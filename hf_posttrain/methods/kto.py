@@ -21,10 +21,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from ..batching.micro_batch import Deferred, MicroBatch
-from ..capabilities import Feature, conflict_message
 from ..data.dataset_type import AnyDataset
 from ..data.row_schema import class_weights
-from ..errors import InputError
 from ..losses.unpaired import UNPAIRED
 from ..models.frozen import branch_logps
 from ..models.reference import make_reference
@@ -35,7 +33,7 @@ from ..trainer.base import PostTrainer
 from ..trainer.config import ReferenceOptions
 from ..trainer.loss_output import Losses
 from . import METHODS
-from .kto_pairing import RunningMean, find_partners
+from .kto_pairing import RunningMean, add_mismatches
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +114,7 @@ def resolve_class_weights(rows: AnyDataset | None, args: KTOConfig) -> tuple[flo
     Raises:
         InputError: A weight is `auto`, and all labels are the same.
     """
-    labels = rows["label"] if rows is not None and "label" in (rows.column_names or ()) else None
+    labels = rows["label"] if isinstance(rows, datasets.Dataset) and "label" in rows.column_names else None
     return class_weights(args.desirable_weight, args.undesirable_weight, labels)
 
 
@@ -133,7 +131,7 @@ class KTOTrainer(PostTrainer):
         **kwargs: Keyword arguments of `PostTrainer`.
 
     Raises:
-        InputError: `ref_model` shares trained weights with the policy, or the training rows are a stream.
+        InputError: `ref_model` shares trained weights with the policy.
 
     Example:
         ```python
@@ -168,28 +166,16 @@ class KTOTrainer(PostTrainer):
     @classmethod
     def prepare_rows(  # type: ignore[override]
         cls, rows: AnyDataset, tokenizer: PreTrainedTokenizerBase, args: KTOConfig, name: str
-    ) -> datasets.Dataset:
-        """Return tokenized rows, each with the completion y' of its partner in `mismatch_ids`.
-
-        Raises:
-            InputError: The rows are a stream.
-        """
-        if not isinstance(rows, datasets.Dataset):
-            raise InputError(f"{name}: {conflict_message(Feature.MISMATCHED_PAIRS, Feature.STREAM)}")
-        if "mismatch_ids" in rows.column_names:
+    ) -> Any:
+        """Return tokenized rows, each with the completion y' of its partner in `mismatch_ids`."""
+        if "mismatch_ids" in (rows.column_names or ()):
             return rows
         rows = super().prepare_rows(rows, tokenizer, args, name)
-        if args.loss_type != "kto":
-            return rows
-        mismatches = rows.select(find_partners(rows, args.seed, name))["completion_ids"]
-        if args.max_length is not None:  # truncate y' to the space after this prompt, to one token at least
-            sizes = [max(1, args.max_length - len(prompt)) for prompt in rows["prompt_ids"]]
-            mismatches = [ids[:size] for ids, size in zip(mismatches, sizes, strict=True)]
-        return rows.add_column("mismatch_ids", list(mismatches))
+        return add_mismatches(rows, args.max_length, args.seed, name) if args.loss_type == "kto" else rows
 
     @classmethod
     def check_rows(  # type: ignore[override]
-        cls, rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, args: KTOConfig, name: str
+        cls, rows: AnyDataset, tokenizer: PreTrainedTokenizerBase, args: KTOConfig, name: str
     ) -> None:
         """Check prepared rows.
 

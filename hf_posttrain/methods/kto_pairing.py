@@ -1,7 +1,8 @@
 """Partners of the rows for the KL estimate of KTO, and the running mean of rewards for BCO."""
 
 import logging
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
 
 import datasets
 import numpy as np
@@ -10,14 +11,55 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from ..data.dataset_type import AnyDataset
 from ..errors import InputError
 from ..trainer import stateful
 from ..trainer.loss_output import sum_and_count
 
 logger = logging.getLogger(__name__)
+STREAM_CHUNK = 1000
+"""Number of consecutive rows of a stream that are partners of each other."""
+Columns: TypeAlias = datasets.Dataset | Mapping[str, Sequence[Any]]
+"""Prepared rows by column."""
 
 
-def find_partners(rows: datasets.Dataset, seed: int, name: str = "train") -> np.ndarray:
+def add_mismatches(rows: AnyDataset, max_length: int | None, seed: int, name: str) -> Any:
+    """Return prepared rows with the completion of each row's partner in `mismatch_ids`.
+
+    In a stream, partners are in the same chunk of `STREAM_CHUNK` rows.
+    """
+    if isinstance(rows, datasets.Dataset):
+        return rows.add_column("mismatch_ids", mismatched_completions(rows, max_length, seed, name))
+    features = datasets.Features({**rows.features, "mismatch_ids": datasets.List(datasets.Value("int32"))})
+    options = {"max_length": max_length, "seed": seed, "name": name}
+    return rows.map(_pair_chunk, batched=True, batch_size=STREAM_CHUNK, features=features, fn_kwargs=options)
+
+
+def _pair_chunk(columns: dict[str, list[Any]], max_length: int | None, seed: int, name: str) -> dict[str, list[Any]]:
+    """Add `mismatch_ids` to a chunk of a stream. The last chunk is dropped if its rows have one prompt."""
+    keys = columns["prompt_key"]
+    if len({*keys}) == 1 and len(keys) < STREAM_CHUNK:
+        logger.warning(
+            "%s: the last %d rows of the stream are dropped, since they have the same prompt", name, len(keys)
+        )
+        return {**{column: [] for column in columns}, "mismatch_ids": []}
+    return {"mismatch_ids": mismatched_completions(columns, max_length, seed, name)}
+
+
+def mismatched_completions(rows: Columns, max_length: int | None, seed: int, name: str) -> list[list[int]]:
+    """Return the completion of each row's partner, truncated to the space after the row's prompt.
+
+    At least one token remains.
+    """
+    completions = rows["completion_ids"][:]
+    mismatches = [completions[partner] for partner in find_partners(rows, seed, name)]
+    if max_length is None:
+        return mismatches
+    sizes = [max(1, max_length - len(prompt)) for prompt in rows["prompt_ids"]]
+    return [ids[:size] for ids, size in zip(mismatches, sizes, strict=True)]
+
+
+def find_partners(rows: Columns, seed: int, name: str = "train") -> np.ndarray:
     """Return for each row the number of a row with another prompt, [rows].
 
     The partners are a seeded permutation where that is possible. The rows are shuffled so that rows with the same
@@ -30,7 +72,7 @@ def find_partners(rows: datasets.Dataset, seed: int, name: str = "train") -> np.
     """
     _, group, sizes = np.unique(rows["prompt_key"][:], return_inverse=True, return_counts=True)
     if len(sizes) == 1:
-        problem = f"{name}: all {len(rows)} rows have the same prompt, and the KL estimate of KTO requires another one"
+        problem = f"{name}: all {len(group)} rows have the same prompt, and the KL estimate of KTO requires another one"
         raise InputError(f"{problem}. Add rows with other prompts, or set loss_type: apo_zero_unpaired")
     random = np.random.default_rng(seed)
     order = np.lexsort((random.permutation(len(group)), random.permutation(len(sizes))[group]))
@@ -42,7 +84,7 @@ def find_partners(rows: datasets.Dataset, seed: int, name: str = "train") -> np.
             "%s: one prompt has %d of %d rows, and %d of them are paired with a random row of another prompt",
             name,
             sizes.max(),
-            len(rows),
+            len(group),
             clash.sum(),
         )
         others = np.flatnonzero(group != sizes.argmax())

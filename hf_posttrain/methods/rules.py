@@ -83,7 +83,11 @@ def dpo_loss_problems(values: "DPOConfig") -> Iterator[Problem]:
     names = as_list(values.loss_type)
     weights = values.loss_weights
     for name in names:
-        yield from choice_problems("loss_type", name, PAIRED_LOSSES)
+        if name in ("aot", "aot_unpaired"):
+            problem = f"loss_type={name!r} is not supported, because it compares the pairs of a micro-batch"
+            yield ("loss_type",), f"{problem}, so that the loss would depend on its size. Use sigmoid or apo_zero"
+        else:
+            yield from choice_problems("loss_type", name, PAIRED_LOSSES)
     if not names:
         yield ("loss_type",), "loss_type must not be empty. Set a loss such as sigmoid"
         return

@@ -108,7 +108,8 @@ class Reference:
 
     trainer: "PostTrainer"
     as_reference: Callable[[Any], AbstractContextManager[Any]] | None
-    """Returns a context in which the model is the reference. None: all rows must have scores already."""
+    """Returns a context in which the model is the reference. None: rows must have scores already, or the policy must be
+    untrained and equal to its reference."""
     frozen_model: FrozenModel | None
     """The model that scores, a copy of the policy or the user's model. None: the policy itself."""
     split_batch: Callable[..., list[MicroBatch]] | None
@@ -133,14 +134,18 @@ class Reference:
         """
         if batch.ref_logps is not None:  # scored before training
             return batch.ref_logps
-        if self.as_reference is None:
+        as_reference = self.as_reference
+        if as_reference is None and self.starts_equal and not self.trainer.ready:
+            as_reference = nullcontext  # before training the policy is its own reference
+        if as_reference is None:
             raise InputError(
-                "this data set was not scored by the reference. With precompute_ref_log_probs (which is not supported "
-                "for IterableDataset), pass every data set when the trainer is built, or disable it to keep a reference"
+                "Cannot compute reference log-probs for a dataset passed to the trainer after it was built, because "
+                "precompute_ref_log_probs keeps no reference model. Pass every data set when the trainer is built, or "
+                "remove the option"
             )
         with self.trainer.accelerator.autocast(), self.frozen_model or nullcontext(policy) as model:
             parts = parts or ([batch] if self.split_batch is None else self.split_batch(batch))
-            with self.as_reference(forward.unwrap_model(model)):
+            with as_reference(forward.unwrap_model(model)):
                 logps = [branch_logps(model, part, self.token_weights).view(len(batch.index), -1) for part in parts]
                 return torch.cat(logps, dim=1)
 

@@ -104,10 +104,17 @@ def load_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
 
     adapter_template = adapter_folder / "chat_template.jinja"
     if section.chat_template or (section.adapter and adapter_template.is_file()):
-        tokenizer.chat_template = Path(section.chat_template or adapter_template).read_text(encoding="utf-8")
-    if reader := get_image_reader(tokenizer):
+        set_chat_template(tokenizer, section.chat_template or adapter_template)
+    elif reader := get_image_reader(tokenizer):
         reader.processor.chat_template = tokenizer.chat_template  # the processor is saved
     return with_pad_token(tokenizer)
+
+
+def set_chat_template(tokenizer: PreTrainedTokenizerBase, file: str | Path) -> None:
+    """Set the chat template of a tokenizer, and of the processor that it belongs to, to the text of a file."""
+    tokenizer.chat_template = Path(file).read_text(encoding="utf-8")
+    if reader := get_image_reader(tokenizer):
+        reader.processor.chat_template = tokenizer.chat_template  # the processor is saved
 
 
 def load_processor(name: str, section: ModelSection) -> ProcessorMixin:
@@ -646,7 +653,10 @@ def as_input_error(kind: str, name: str) -> Iterator[None]:
             raise
         first_line = str(error).strip().partition("\n")[0].rstrip(".")
         problem = f"its files lack {first_line}" if isinstance(error, LookupError) else first_line
-        if (path := Path(name)).exists():
+        if "trust_remote_code=True" in str(error):
+            problem += ". Set trust_remote_code to true if you trust the code"
+        # transformers raises OSError for files that are missing, here and on the Hub
+        if (path := Path(name)).exists() or not (isinstance(error, OSError) or is_local(name)):
             raise InputError(f"{kind} {name}: {problem}") from error
         hub = f"; from the Hub: {problem}"
         if is_local(name):

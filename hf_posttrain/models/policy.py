@@ -15,6 +15,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase, ProcessorMix
 
 from ..data import chat
 from ..data.images import attach_image_reader, get_image_reader
+from ..data.template import template_problem
 from ..errors import InputError
 from ..scoring import forward
 from ..scoring.attention_selection import choose_attention, disable_cudnn_attention
@@ -44,7 +45,7 @@ def resolve_model(
         model: The model, its hub name or its folder.
         tokenizer: The tokenizer or processor, or None to load that of the model.
         peft_config: Config of a new adapter.
-        args: The Config, of which `model_init_kwargs` and `trust_remote_code` are read.
+        args: The Config, of which `model_init_kwargs`, `trust_remote_code` and `chat_template_path` are read.
         images: Whether the rows hold images. A vision-language model is then loaded as one, with its processor.
 
     Raises:
@@ -81,6 +82,10 @@ def resolve_model(
         raise InputError(
             f"{name} does not support images. Load it with AutoModelForImageTextToText, or pass its tokenizer"
         )
+    if args.chat_template_path is not None:
+        if problem := template_problem(args.chat_template_path):
+            raise InputError(f"chat_template_path must be a Jinja file: {problem}")
+        load.set_chat_template(tokenizer, args.chat_template_path)
     _check_head(model, args)
     return model, load.with_pad_token(tokenizer)
 

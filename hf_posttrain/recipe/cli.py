@@ -99,7 +99,7 @@ def _column_pair(pair: str) -> tuple[str, str]:
 @_argument_type
 def _template_file(file: str) -> str:
     """Return the path of a chat template that can be parsed."""
-    from .rules import template_problem
+    from ..data.template import template_problem
 
     if problem := template_problem(file):
         raise InputError(problem)

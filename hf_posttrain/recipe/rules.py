@@ -10,12 +10,11 @@ from types import SimpleNamespace
 
 import yaml
 from huggingface_hub import constants as hub
-from jinja2 import TemplateSyntaxError
 
 from ..capabilities import Feature, conflict_message, conflicts, option_features
 from ..data.column_inference import misspelling_problem
 from ..data.files import expand_home, report_unreadable, source_problem
-from ..data.template import parse_template
+from ..data.template import template_problem
 from ..errors import path_hint
 from ..methods import METHODS
 from ..methods.rules import REFERENCE_FREE_LOSSES, no_reference, teacher_problems, teacher_section_problems
@@ -299,21 +298,6 @@ def _prefix_keys(section: str, problems: Iterable[Problem]) -> Iterator[Problem]
     for names, message in problems:
         keys = tuple(f"{section}.{name}" for name in names)
         yield keys, f"{section}.{message}" if message.startswith(names) else message
-
-
-@report_unreadable
-def template_problem(name: str) -> str | None:
-    """Return the problem of a chat template's file, which must be Jinja that transformers renders, or None."""
-    path = Path(name)
-    if not path.is_file():
-        return f"there is no file {name}{path_hint(path)}"
-    try:
-        parse_template(path.read_text(encoding="utf-8"))
-    except UnicodeDecodeError:
-        return f"{name} is not UTF-8 text. Save the file in UTF-8"
-    except TemplateSyntaxError as error:
-        return f"{name}, line {error.lineno}: not a valid Jinja template: {(error.message or '').rstrip('.')}"
-    return None
 
 
 @report_unreadable

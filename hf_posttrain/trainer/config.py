@@ -79,7 +79,12 @@ class PostTrainConfig(TrainingArguments, metaclass=ConfigMeta):
 
     method: ClassVar[Method]
     """The training method, an entry of the registry in `methods`."""
-    python_only: ClassVar[tuple[str, ...]] = ("model_init_kwargs", "trust_remote_code", "no_remove_unused_columns")
+    python_only: ClassVar[tuple[str, ...]] = (
+        "chat_template_path",
+        "model_init_kwargs",
+        "trust_remote_code",
+        "no_remove_unused_columns",
+    )
     """Fields that a recipe does not have."""
     keep_asked = False
     """Whether prepared rows have the prompts of the data in the column `asked`. Commands set it. It is not an option.
@@ -201,6 +206,9 @@ class PostTrainConfig(TrainingArguments, metaclass=ConfigMeta):
     )
     resume_despite: list[str] | str | None = option(
         None, "Settings that may differ from the run that wrote the checkpoint, by the names in the error message."
+    )
+    chat_template_path: str | None = option(
+        None, "File with a Jinja chat template for the tokenizer. A recipe has it in its model section."
     )
     model_init_kwargs: dict[str, Any] | None = option(
         None,

@@ -12,6 +12,7 @@ from training_for_tests import Gradients, assert_same_step, logged, one_step, to
 
 from hf_posttrain.data.row_schema import class_weights
 from hf_posttrain.errors import InputError
+from hf_posttrain.methods import kto_pairing
 from hf_posttrain.methods.kto_pairing import find_partners
 from hf_posttrain.scoring import forward
 
@@ -232,9 +233,47 @@ def test_bco_shift_is_the_mean_reward_of_the_windows_before(tmp_path):
     assert logs[2]["delta"] == pytest.approx((means[0] + means[1]) / 2, rel=1e-5)
 
 
-def test_streams_are_refused(tmp_path):
-    with pytest.raises(InputError, match="cannot be combined with a stream"):
-        trainer_for("kto", tiny_model(), token_rows("kto").to_iterable_dataset(), tmp_path)
+@pytest.mark.parametrize("loss_type", ["kto", "bco", "apo_zero_unpaired"])
+def test_a_stream_trains_and_evaluates_as_its_rows(loss_type, tmp_path):
+    rows = token_rows("kto")
+    results = []
+    for streamed in (rows, rows.to_iterable_dataset()):
+        trainer = trainer_for(
+            "kto", tiny_model(), streamed, tmp_path, eval_rows=streamed, loss_type=loss_type, max_steps=3, max_length=6,
+            second=tiny_model(seed=9), learning_rate=1e-2, train_sampling_strategy="sequential",
+        )  # fmt: skip
+        trainer.train()
+        losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+        results.append([*losses, trainer.evaluate()["eval_loss"]])
+    assert results[1] == pytest.approx(results[0], rel=1e-6)
+
+
+def test_partners_of_a_stream_are_in_its_chunk(monkeypatch, caplog):
+    monkeypatch.setattr(kto_pairing, "STREAM_CHUNK", 4)
+    ids = [1, 2, 3, 4, 5, 5, 6, 7, 8, 8]
+    rows = datasets.Dataset.from_dict(
+        {"prompt_ids": [[i] for i in ids], "completion_ids": [[i, i, i] for i in ids], "prompt_key": ids}
+    )
+    with caplog.at_level(logging.WARNING):
+        paired = list(kto_pairing.add_mismatches(rows.to_iterable_dataset(), 3, 0, "train"))
+    assert [row["prompt_key"] for row in paired] == ids[:8]
+    assert "the last 2 rows of the stream are dropped" in caplog.text
+    for chunk in (paired[:4], paired[4:]):
+        assert all(row["mismatch_ids"] == row["mismatch_ids"][:1] * 2 for row in chunk)  # truncated to 3 - 1 tokens
+        assert all(row["mismatch_ids"][0] != row["prompt_key"] for row in chunk)
+        assert sorted(row["mismatch_ids"][0] for row in chunk) == sorted(row["prompt_key"] for row in chunk)
+
+
+def test_automatic_class_weights_of_a_stream_are_rejected(tmp_path):
+    with pytest.raises(InputError, match="undesirable_weight: auto cannot be combined with a stream"):
+        trainer_for(
+            "kto",
+            tiny_model(),
+            token_rows("kto").to_iterable_dataset(),
+            tmp_path,
+            max_steps=1,
+            undesirable_weight="auto",
+        )
 
 
 def test_the_policy_may_be_in_eval_mode_when_the_window_is_scored(tmp_path):

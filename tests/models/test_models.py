@@ -96,6 +96,11 @@ def test_missing_names_are_one_line(folder, tmp_path):
         models.load_model, ModelSection("no/such")
     )
     assert "config.json" in refusal(models.load_model, ModelSection(str(tmp_path)))
+    # a model in the cache of the Hub is not missing
+    with pytest.raises(InputError) as caught, models.as_input_error("model", "owner/name"):
+        raise ValueError("owner/name contains custom code.\nPlease pass the argument `trust_remote_code=True`")
+    fix = "Set trust_remote_code to true if you trust the code"
+    assert str(caught.value) == f"model owner/name: owner/name contains custom code. {fix}"
     assert f"adapter {tmp_path / 'a'}: no such folder" in refusal(
         models.check_model, ModelSection(folder, adapter=str(tmp_path / "a"))
     )

@@ -310,9 +310,13 @@ def test_eval_rows_are_scored_by_the_reference_not_the_trained_policy(tmp_path):
         max_steps=4, learning_rate=1e-2,
     )  # fmt: skip
     assert not trainer.second_models
+    # before training, the policy scores other rows as its own reference
+    first = trainer.evaluate(token_rows("dpo", seed=3))
+    assert first["eval_rewards/margins"] == 0
+    assert first["eval_loss"] == pytest.approx(math.log(2), abs=1e-6)
     trainer.train()
     assert trainer.evaluate()["eval_rewards/margins"] > 0.1
-    with pytest.raises(InputError, match="not scored by the reference"):
+    with pytest.raises(InputError, match="Cannot compute reference log-probs"):
         trainer.evaluate(trainer.prepare(token_rows("dpo", seed=3), trainer.tokenizer, trainer.args, "other"))
 
 
@@ -444,7 +448,7 @@ def test_an_explicit_reference_is_not_replaced_by_the_base_for_other_rows(tmp_pa
         "dpo", tiny_model(), token_rows("dpo"), tmp_path, second=tiny_model(seed=9), peft_config=lora(),
         precompute_ref_log_probs=True,
     )  # fmt: skip
-    with pytest.raises(InputError, match="not scored by the reference"):
+    with pytest.raises(InputError, match="Cannot compute reference log-probs"):
         trainer.evaluate(token_rows("dpo", seed=5))
 
 

@@ -19,9 +19,9 @@ from tokenizers_for_tests import CHATML, CHATML_GENERATION, DEEPSEEK, LLAMA, QWE
 from transformers import Qwen3Config
 
 from hf_posttrain import run
+from hf_posttrain.data.template import template_problem
 from hf_posttrain.methods import METHODS as TABLE
 from hf_posttrain.recipe import rules
-from hf_posttrain.recipe.rules import template_problem
 
 REPOSITORY = Path(__file__).parents[2]
 RECIPE = """\

@@ -287,7 +287,7 @@ def test_compute_metrics_gets_log_probs_of_each_example(method, shape, tmp_path)
     assert seen[0][1][0] == 5
 
 
-@pytest.mark.parametrize("method", names_where(lambda method: not method.rows.labeled))
+@pytest.mark.parametrize("method", TABLE)
 def test_streams_train(method, tmp_path):
     rows = token_rows(method).to_iterable_dataset()
     trainer = trainer_for(method, tiny_model(), rows, tmp_path, second=second_for(method), max_steps=2)
@@ -317,7 +317,6 @@ IN_CI = (("kto", "torch"), ("sft", "transform"))
 FORMS = [
     pytest.param(method, form, marks=[] if (method, form) in IN_CI else pytest.mark.slow)
     for form in ("torch", "numpy", "pandas", "arrow", "transform", "stream") for method in ("sft", "kto")
-    if (method, form) != ("kto", "stream")
 ]  # fmt: skip
 
 
@@ -729,7 +728,7 @@ def test_a_cpu_run_has_no_bf16(tmp_path):
 # ---- found in review
 
 
-@pytest.mark.parametrize("method", names_where(lambda method: not (method.rows.labeled or method.rows.sampled)))
+@pytest.mark.parametrize("method", names_where(lambda method: not method.rows.sampled))
 def test_a_stream_trains_on_every_token(method, tmp_path):
     """Accelerate would cut each tensor of a streamed batch to the number of its rows."""
     expected = one_step(method, tiny_model(), token_rows(method), tmp_path, second=second_for(method))
@@ -1025,7 +1024,9 @@ def test_rows_that_a_cached_reference_has_not_seen_are_one_line(tmp_path):
     config = {"precompute_ref_log_probs": True}
     trainer = trainer_for("dpo", tiny_model(), token_rows("dpo"), tmp_path, **config)
     trainer.train_dataset = [raw_row(TABLE["dpo"].rows)]
-    with pytest.raises(InputError, match="this data set was not scored by the reference"):
+    with pytest.raises(
+        InputError, match="Cannot compute reference log-probs for a dataset passed to the trainer after"
+    ):
         trainer.train()
 
 
@@ -1057,11 +1058,10 @@ def test_rows_that_another_trainer_scored_are_not_taken_in_evaluation_or_later_e
     one = trainer_for("dpo", tiny_model(seed=1), token_rows("dpo"), tmp_path, **common)
     other = trainer_for("dpo", tiny_model(seed=2), token_rows("dpo"), tmp_path, **common)
     wanted = other.evaluate()["eval_loss"]
-    with pytest.raises(InputError, match="was not scored by the reference"):
-        other.evaluate(one.eval_dataset)
+    assert other.evaluate(one.eval_dataset)["eval_loss"] == pytest.approx(wanted, rel=1e-6)
     assert other.evaluate()["eval_loss"] == wanted
     other.train_dataset = one.train_dataset
-    with pytest.raises(InputError, match="was not scored by the reference"):
+    with pytest.raises(InputError, match="Cannot compute reference log-probs"):
         other.train()
 
 
@@ -1268,6 +1268,27 @@ def test_model_init_kwargs_that_nothing_reads_are_refused(wrong, message, tmp_pa
         SFTTrainer(str(tmp_path / "model"), args, train_dataset=token_rows("sft"))
 
 
+@pytest.mark.parametrize("passed", [False, True])
+def test_a_chat_template_file_replaces_the_template_of_the_tokenizer(passed, tmp_path):
+    tiny_model().save_pretrained(tmp_path / "model")
+    byte_tokenizer(None).save_pretrained(tmp_path / "model")
+    template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|im_end|>{% endfor %}"
+    template += "{% if add_generation_prompt %}[assistant]{% endif %}"
+    (tmp_path / "own.jinja").write_text(template)
+    rows = [{"prompt": [{"role": "user", "content": "2?"}], "completion": [{"role": "assistant", "content": "4"}]}]
+    args = SFTConfig(output_dir=str(tmp_path / "out"), use_cpu=True, chat_template_path=str(tmp_path / "own.jinja"))
+    tokenizer = {"processing_class": byte_tokenizer()} if passed else {}
+    trainer = SFTTrainer(str(tmp_path / "model"), args, train_dataset=rows, **tokenizer)
+    row = trainer.train_dataset[0]
+    assert trainer.tokenizer.decode(row["prompt_ids"]) == "[user]2?<|im_end|>[assistant]"
+    assert trainer.tokenizer.decode(row["completion_ids"]) == "4<|im_end|>"
+    trainer.save_model()
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == template
+    args.chat_template_path = "Qwen/Qwen3-4B"
+    with pytest.raises(InputError, match="chat_template_path must be a Jinja file: there is no file Qwen/Qwen3-4B"):
+        SFTTrainer(str(tmp_path / "model"), args, train_dataset=rows, **tokenizer)
+
+
 def test_model_init_kwargs_of_scripts_and_fields_of_the_config_are_read(tmp_path):
     tiny_model().save_pretrained(tmp_path / "model")
     byte_tokenizer().save_pretrained(tmp_path / "model")
@@ -1340,6 +1361,7 @@ OF_TRL = [
     (lambda o: RewardConfig(o, use_cpu=True, loss_type="nll"), None),
     (lambda o: RewardConfig(o, use_cpu=True, loss_type="sigmoid"), "this method has one loss"),
     (lambda o: CPOConfig(o, use_cpu=True, loss_type="aot"), "is not one of sigmoid, hinge, ipo, simpo"),
+    (lambda o: DPOConfig(o, use_cpu=True, loss_type=["sft", "aot"]), "loss_type='aot' is not supported, because"),
     (lambda o: SFTConfig(o, use_cpu=True, loss_type="sigmoid"), "is not one of nll, chunked_nll, dft"),
     (lambda o: KDConfig(o, use_cpu=True, loss_type="jsd"), "distillation on data calls it divergence"),
     (lambda o: hf_posttrain.SFTTrainer(tiny_model(), tiny_model(), args=None), "is args, which is also a keyword"),
