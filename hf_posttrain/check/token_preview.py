@@ -19,7 +19,7 @@ from ..data.dataset_type import AnyDataset
 from ..data.encode import NO_TARGET
 from ..data.images import get_image_reader, image_size
 from ..data.prepare import tokenize_dataset
-from ..data.row_schema import Reader, RowKind
+from ..data.row_schema import SOURCE_COLUMN, Reader, RowKind
 from ..data.sources import load
 from ..errors import InputError, count_noun, error_context, printable
 from ..methods.rules import POLICY_GRADIENT
@@ -259,7 +259,9 @@ def audit_tokens(
         is_tokenized = key in complete and source.weight == 1
         weight = 1.0 if source.streaming else min(source.weight, 1.0)
         with error_context(recipe.where(f"{key}.path")):
-            raw_by_source[key] = complete[key] if is_tokenized else load(replace(source, weight=weight), key)
+            with_source = config.log_loss_by == SOURCE_COLUMN
+            part = replace(source, weight=weight)
+            raw_by_source[key] = complete[key] if is_tokenized else load(part, key, with_source=with_source)
         if not is_tokenized:
             names.pop(key, None)
 

@@ -90,6 +90,7 @@ def test_a_recipe_logs_the_loss_of_each_source(tmp_path):
     recipe = {"method": "sft", "model": {"name_or_path": str(tmp_path / "model")}, "data": {"train": sources},
               "train": train}  # fmt: skip
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    assert main([str(tmp_path / "recipe.yaml"), "--check"]) == 0
     assert main([str(tmp_path / "recipe.yaml")]) == 0
     state = json.loads((tmp_path / "out" / "trainer_state.json").read_text())
     log = state["log_history"][0]
