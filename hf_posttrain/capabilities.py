@@ -107,6 +107,7 @@ CONFLICTS: tuple[Conflict, ...] = (
     Conflict(_F.GROUP_BY_LENGTH, _F.STREAM, _LENGTH),
     Conflict(_F.LOSS_BY_VALUE, _F.STREAM, "the values must be known"),
     Conflict(_F.LOSS_BY_VALUE, _F.ROUNDS, "the rows of a round have no such column"),
+    Conflict(_F.LOSS_BY_VALUE, _F.REPLAY, "the replay buffer keeps no rows"),
     Conflict(_F.FROZEN, _F.STREAM, _LENGTH),
     Conflict(_F.PRECOMPUTE, _F.STREAM, _LENGTH),
     Conflict(_F.REFERENCE_CACHE, _F.STREAM, "scores by row number are not supported with IterableDataset"),

@@ -9,9 +9,7 @@ import pyarrow.compute as pc
 
 from ..errors import InputError, short_repr
 from .dataset_type import AnyDatasets
-
-MAX_GROUPS = 50
-"""Largest number of values, each of which is a metric."""
+from .row_schema import MAX_GROUPS
 
 
 def read_group(row: Mapping[str, Any], column: str) -> str:

@@ -39,9 +39,9 @@ from .loss_groups import read_group
 from .messages import has_nested_null, without_none
 from .packing import example_lengths
 from .recorded_scores import build_recorded_plan, check_prepared, read_scores, recorded_columns
-from .row_schema import Reader, RowKind
+from .row_schema import SPAN_COLUMN, Reader, RowKind
 from .teacher_prompts import TEACHER_COLUMNS, build_teacher_plan, raw_teacher_columns
-from .text_weights import SPAN_COLUMN, weighted_sample
+from .text_weights import unused_patterns, weighted_sample
 
 logger = logging.getLogger(__package__)
 notes_logger = logging.getLogger(f"{__package__}.notes")  # lines that the audit shows too
@@ -112,6 +112,8 @@ def prepare(
     if is_typed and required <= {*kinds} <= required | ADDED_COLUMNS:
         _check_length(dataset, method.rows, config, name)
         check_prepared(dataset, config, name)
+        if "group" in kinds and not getattr(config, "log_loss_by", None):
+            dataset = dataset.remove_columns("group")
         return _with_unique_numbers(dataset)
 
     mapped = tokenize_dataset(dataset, method, tokenizer, config, name)
@@ -161,6 +163,9 @@ def prepare(
             ", ".join(map(str, unknown_rows[:5])),
         )
     kept = mapped.select(np.flatnonzero(~lost)) if lost.any() else mapped
+    if method.rows.masked and (unused := unused_patterns(mapped, getattr(config, "text_weights", None) or {})):
+        problem = "no token has its weight, so that it matches no answer"
+        logger.warning("%s: text_weights[%r]: %s. Correct or remove it", name, unused[0], problem)
     return kept.select_columns(columns).add_column("index", np.arange(len(kept)))
 
 

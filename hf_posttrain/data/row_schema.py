@@ -41,8 +41,12 @@ class RowKind:
         return "completion_mask" in self.columns
 
 
-SOURCE_COLUMN = "data_source"
+SOURCE_COLUMN = "recipe_source"
 """Raw column with the name of the source of each row, by which the loss is logged."""
+SPAN_COLUMN = "span_weights"
+"""Raw column of spans {start, end, weight}, in characters of the completion or of the last assistant turn."""
+MAX_GROUPS = 50
+"""Largest number of values by which the loss is logged, each of which is a metric."""
 OPTIONAL_COLUMNS = {"system", "tools", "input", "chat_template_kwargs"}
 """Raw columns that each row may have or lack."""
 

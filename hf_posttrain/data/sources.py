@@ -16,9 +16,11 @@ from .dataset_type import AnyDataset
 from .files import EXTENSIONS, expand_home, extension, source_problem
 from .formats import canonical_name, rename_columns
 from .json_rows import JsonValue, RowFiles
-from .row_schema import OPTIONAL_COLUMNS, SOURCE_COLUMN
+from .row_schema import OPTIONAL_COLUMNS, SOURCE_COLUMN, SPAN_COLUMN
 
 logger = logging.getLogger(__package__)
+_OPTIONAL = OPTIONAL_COLUMNS | {SOURCE_COLUMN, SPAN_COLUMN}
+"""Columns that some sources may lack, and that are not named in errors about different columns."""
 _METADATA_FILES = ("dataset_info.json", "dataset_infos.json", "config.json")  # files of a data set without rows
 
 
@@ -94,7 +96,7 @@ def _mix(parts: list, sources: list, columns_read: Callable[[Any, str], list[str
     shared = [c for c in columns if all(c in part.column_names for part in parts) and (not required or c in required)]
     if not shared:
         raise InputError("the sources share no column. Rename columns with `columns`")
-    selected = {*shared, *(OPTIONAL_COLUMNS & {*columns})}
+    selected = {*shared, *(_OPTIONAL & {*columns})}
     if streams and {*shared} < selected:
         missing = join_names(sorted(selected - {*shared}))
         raise InputError(f"{missing} must be columns of all sources that are streams, or of none")
@@ -129,7 +131,7 @@ def _common_columns(parts: list, sources: list, columns_read: Callable[[Any, str
     columns = []
     for part, source in zip(parts, sources, strict=True):
         with error_context(source.path):
-            columns.append({*columns_read(part, source.path)} - OPTIONAL_COLUMNS)
+            columns.append({*columns_read(part, source.path)} - _OPTIONAL)
         if columns[-1] != columns[0]:
             raise InputError(
                 "sources that are mixed must have the same columns, and "
@@ -137,7 +139,7 @@ def _common_columns(parts: list, sources: list, columns_read: Callable[[Any, str
                 f"{source.path} from {join_names(sorted(columns[-1]))}. Rename columns with `columns`, or write the "
                 "rows of one source in the format of the other"
             )
-    return columns[0] | OPTIONAL_COLUMNS
+    return columns[0] | _OPTIONAL
 
 
 def _apply_weight(rows: datasets.Dataset, source: Any) -> datasets.Dataset:

@@ -6,20 +6,22 @@ Tokens of weight 0 are not trained.
 
 import math
 import re
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate
 from typing import Any
 
+import datasets
+import numpy as np
+import pyarrow.compute as pc
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import InputError, short_repr
 from .align import token_bytes
 from .chat import special_ids
 from .formats import Sample
-
-SPAN_COLUMN = "span_weights"
-"""Raw column of spans {start, end, weight}, in characters of the completion or of the last assistant turn."""
+from .row_schema import SPAN_COLUMN
 
 
 def weighted_sample(
@@ -42,13 +44,13 @@ def weighted_sample(
         InputError: A span is invalid, or its text is not in the answer.
     """
     [ids] = encoded.branches
-    pieces = _pieces(tokenizer)
     special = special_ids(tokenizer)
-    parts = [pieces.get(token, b"") for token in ids]
-    ends = [0]
-    for part in parts:
-        ends.append(ends[-1] + len(part))
-    text = b"".join(parts).decode("utf-8", "surrogateescape")
+    table = _pieces(tokenizer)
+    pieces = [table.get(token, b"") for token in ids]
+    ends = [*accumulate(map(len, pieces))]
+    text = b"".join(pieces).decode("utf-8", "surrogateescape")
+    sizes = (len(character.encode("utf-8", "surrogateescape")) for character in text)
+    offsets = [0, *accumulate(sizes)]  # of each character, in bytes
 
     weights = [1.0] * len(ids)
     found = [
@@ -56,13 +58,17 @@ def weighted_sample(
         for pattern, weight in patterns.items()
         for match in re.finditer(pattern, text)
     ]
-    found += _located_spans(spans, raw, text)
+    if spans:
+        parts = [b"\0" * len(piece) if token in special else piece for token, piece in zip(ids, pieces, strict=True)]
+        found += _located_spans(spans, raw, b"".join(parts).decode("utf-8", "surrogateescape"))
     for start, end, weight in found:
-        first, last = (len(text[:position].encode("utf-8", "surrogateescape")) for position in (start, end))
-        for number, (begin, stop) in enumerate(pairwise(ends)):
-            overlaps = begin < last and stop > first
-            covers = first <= begin and stop <= last
-            if covers if ids[number] in special else overlaps:
+        first = offsets[start]
+        last = offsets[end]
+        for number in range(bisect_right(ends, first), len(ids)):
+            begin = ends[number] - len(pieces[number])
+            if begin >= last:
+                break
+            if ids[number] not in special or (first <= begin and ends[number] <= last):
                 weights[number] = weight
     mask = encoded.mask or [1] * len(ids)
     mask = [int(bool(trained and weight)) for trained, weight in zip(mask, weights, strict=True)]
@@ -70,29 +76,41 @@ def weighted_sample(
 
 
 def _located_spans(spans: Sequence[Mapping[str, Any]], raw: Sample, text: str) -> list[tuple[int, int, float]]:
-    """Return the spans as (start, end, weight) in characters of the decoded answer."""
-    if not spans:
-        return []
+    """Return the spans as (start, end, weight) in characters of the decoded answer, without its special tokens."""
     [answer] = raw.branches
     content = answer
     if raw.is_chat:
         content = next((turn.get("content") for turn in reversed(answer) if turn["role"] == "assistant"), None)
     if not isinstance(content, str):
         problem = "requires an answer that is text, or messages whose last assistant turn is text"
-        raise InputError(f"column {SPAN_COLUMN!r}: {problem}")
-    offset = text.rfind(content)
+        raise InputError(f"column {SPAN_COLUMN!r}: {problem}. Remove the spans of this row")
+    offset = text.rfind(content) if raw.is_chat else text.find(content)
     if offset < 0:
         problem = f"the text {short_repr(content)} is not in the answer that the chat template writes"
         raise InputError(f"column {SPAN_COLUMN!r}: {problem}. Remove the spans of this row")
     located = []
     for span in spans:
         start, end, weight = (span.get(key) for key in ("start", "end", "weight"))
-        whole = all(isinstance(value, int) for value in (start, end))
+        whole = type(start) is type(end) is int
         if not whole or not 0 <= start < end <= len(content) or not is_weight(weight):  # type: ignore[operator]
             expected = f"start and end from 0 to {len(content)} (the length of the text), and a weight from 0 to 1e6"
             raise InputError(f"column {SPAN_COLUMN!r}: {short_repr(dict(span))} must have {expected}")
         located.append((offset + start, offset + end, float(weight)))  # type: ignore[operator, arg-type]
     return located
+
+
+def unused_patterns(rows: datasets.Dataset, patterns: Mapping[str, float]) -> list[str]:
+    """Return the patterns whose weight, other than 1, no token of the rows has.
+
+    Args:
+        rows: Rows with the column `token_weights`, if there are patterns.
+        patterns: Weights by regular expression.
+    """
+    if not patterns:
+        return []
+    column: Any = rows.with_format("arrow")["token_weights"][:]
+    used = {*pc.unique(pc.list_flatten(column)).to_pylist()}
+    return [pattern for pattern, weight in patterns.items() if weight != 1 and float(np.float32(weight)) not in used]
 
 
 def is_weight(value: object) -> bool:

@@ -32,13 +32,17 @@ def add_mismatches(rows: AnyDataset, max_length: int | None, seed: int, name: st
         return rows.add_column("mismatch_ids", mismatched_completions(rows, max_length, seed, name))
     features = datasets.Features({**rows.features, "mismatch_ids": datasets.List(datasets.Value("int32"))})
     options = {"max_length": max_length, "seed": seed, "name": name}
-    return rows.map(_pair_chunk, batched=True, batch_size=STREAM_CHUNK, features=features, fn_kwargs=options)
+    return rows.map(
+        _pair_chunk, batched=True, batch_size=STREAM_CHUNK, with_indices=True, features=features, fn_kwargs=options
+    )
 
 
-def _pair_chunk(columns: dict[str, list[Any]], max_length: int | None, seed: int, name: str) -> dict[str, list[Any]]:
-    """Add `mismatch_ids` to a chunk of a stream. The last chunk is dropped if its rows have one prompt."""
+def _pair_chunk(
+    columns: dict[str, list[Any]], numbers: list[int], max_length: int | None, seed: int, name: str
+) -> dict[str, list[Any]]:
+    """Add `mismatch_ids` to a chunk of a stream. A last chunk of several is dropped if its rows have one prompt."""
     keys = columns["prompt_key"]
-    if len({*keys}) == 1 and len(keys) < STREAM_CHUNK:
+    if len({*keys}) == 1 and len(keys) < STREAM_CHUNK and numbers[0] > 0:
         logger.warning(
             "%s: the last %d rows of the stream are dropped, since they have the same prompt", name, len(keys)
         )

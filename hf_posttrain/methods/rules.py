@@ -5,7 +5,7 @@ without torch. A test ensures that the names of losses are the keys of the table
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..capabilities import Feature, conflict_message
@@ -65,7 +65,12 @@ def sft_problems(values: "SFTConfig") -> Iterator[Problem]:
 
 def text_weight_problems(values: Any) -> Iterator[Problem]:
     """Yield the problems of `text_weights`."""
-    for pattern, weight in (values.text_weights or {}).items():
+    patterns = values.text_weights or {}
+    if not isinstance(patterns, Mapping):
+        problem = f"text_weights={patterns!r} must be a mapping of regular expressions to weights"
+        yield ("text_weights",), f"{problem}, such as {{'<tool_call>': 2.0}}"
+        return
+    for pattern, weight in patterns.items():
         name = f"text_weights[{pattern!r}]"
         try:
             matches_nothing = not pattern or re.fullmatch(pattern, "")

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from ..data.row_schema import SOURCE_COLUMN
+from ..data.row_schema import MAX_GROUPS, SOURCE_COLUMN
 from ..errors import InputError, LaunchError, short_repr
 from ..methods import METHODS
 from ..models.config import ModelSection, RewardModelSection
@@ -255,7 +255,8 @@ def train_config(recipe: Recipe, config_class: "type[PostTrainConfig]") -> "Post
     values = build_kwargs(fields, recipe.train, "train", recipe.where, partial(_suggest_key, recipe.method))
     values = add_teacher_options(recipe, values)
     sources = recipe.data.train if isinstance(recipe.data.train, list) else []
-    if len(sources) > 1 and not recipe.rounds and not any(source.streaming for source in sources):
+    streams = any(source.streaming for _, source in recipe.sources())
+    if 1 < len(sources) <= MAX_GROUPS and not (streams or recipe.rounds or recipe.data_method.rows.sampled):
         values.setdefault("log_loss_by", SOURCE_COLUMN)
     # Errors of TrainingArguments for invalid values. It reads configuration files, and requires packages for some
     # options. A TypeError is one of AcceleratorConfig for an unknown key, and otherwise a bug.

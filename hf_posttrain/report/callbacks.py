@@ -360,6 +360,8 @@ class SampleCallback(TrainerCallback):
 def find_obstacle(trainer: TrainerInterface) -> str | None:
     """Return why the policy should not generate samples, or None if it can."""
     args = trainer.args
+    if trainer.method.head == "score":
+        return "a reward model generates no answers"
     if trainer.train_dataset is None and trainer.eval_dataset is None:
         return "there are no rows"
     if args.parallelism_config is not None and args.parallelism_config.sp_size > 1:

@@ -201,8 +201,8 @@ class PostTrainConfig(TrainingArguments, metaclass=ConfigMeta):
     )
     log_loss_by: str | None = option(
         None,
-        "Column of the data by whose values the loss is logged too, as loss/VALUE. In a recipe with several training "
-        "sources the default is data_source, the name of the source.",
+        "Column of the data by whose values the loss is logged too, as loss/VALUE. A recipe with several training "
+        "sources logs the loss of each source by default (not of rollouts).",
     )
     resume_despite: list[str] | str | None = option(
         None, "Settings that may differ from the run that wrote the checkpoint, by the names in the error message."

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 from ..batching.micro_batch import MicroBatch
 from ..data.dataset_type import AnyDataset
+from ..data.loss_groups import values_of_groups
 from ..engines import engine
 from ..engines.duplicate_mask import mask_duplicate_rows
 from ..errors import InputError
@@ -55,7 +56,7 @@ class EvaluationMixin(TrainerInterface):
             losses = losses if inputs.groups is None else with_group_metrics(self, losses, inputs)
             self.meters["eval"].add_losses(losses)
             self.meters["eval"].add("loss", losses.values, losses.weights)
-            mean = losses.total / losses.weights.sum().clamp(min=1)
+            mean = losses.total / losses.weights.sum().clamp(min=1e-30)
             if prediction_loss_only:
                 return mean, None, None
             if losses.predictions is None:
@@ -76,6 +77,7 @@ class EvaluationMixin(TrainerInterface):
             return super()._get_dataloader(dataset, *args, **options)
         collator = self.data_collator
         rows = self.without_scores(self.prepare(dataset, self.tokenizer, self.args, "eval"), self.args)
+        self.groups = sorted({*self.groups, *values_of_groups(rows)})
         predicting = "test" in (*args, options.get("description")) or "inputs" in self.args.include_for_metrics
         if self.compute_metrics is not None or predicting:
             self.data_collator = replace(collator, layout="padded")

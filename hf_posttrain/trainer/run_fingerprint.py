@@ -200,7 +200,7 @@ def _with_groups(then: Mapping[str, Any], groups: Mapping[str, OptionGroup]) -> 
 
 
 def describe_rows(rows: AnyDatasets | None, columns: Sequence[str]) -> Any:
-    """Return the number of prepared rows and a hash of their tokens and labels.
+    """Return the number of prepared rows and a hash of their tokens, labels and weights of tokens.
 
     The hash of a stream is of its first rows. The result is None for raw rows, and a dict for a dict of data sets.
 
@@ -210,6 +210,7 @@ def describe_rows(rows: AnyDatasets | None, columns: Sequence[str]) -> Any:
     """
     if rows is None or isinstance(rows, dict):
         return rows and {name: describe_rows(part, columns) for name, part in rows.items()}
+    columns = [*columns, "token_weights"]
     if "index" not in (getattr(rows, "column_names", None) or ()):
         return None
     if not isinstance(rows, datasets.Dataset):

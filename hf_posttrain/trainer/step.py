@@ -117,7 +117,7 @@ class StepMixin(TrainerInterface):
         losses = self.losses(model, inputs)
         losses = losses if inputs.groups is None else with_group_metrics(self, losses, inputs)
         items = num_items_in_batch if num_items_in_batch is not None else losses.weights.sum()
-        loss = losses.total / torch.as_tensor(items).clamp(min=1)
+        loss = losses.total / torch.as_tensor(items).clamp(min=1e-30)  # weights may be small
         self.meters["train"].add_losses(losses)
         if self.args.average_tokens_across_devices:
             loss = loss * self.accelerator.num_processes  # the engines average gradients over ranks

@@ -39,6 +39,13 @@ def test_patterns_weight_the_tokens_of_their_text(tmp_path):
     assert texts_by_weight(second, tokenizer) == {1.0: " ünïcode </tool> end", 2.5: "<tool>é"}
 
 
+def test_a_pattern_without_effect_is_told(tmp_path, caplog):
+    prepared(ROWS, tmp_path, text_weights=PATTERNS)
+    assert not caplog.records
+    prepared(ROWS, tmp_path, text_weights={"<thnk>": 0})
+    assert "text_weights['<thnk>']: no token has its weight, so that it matches no answer" in caplog.text
+
+
 def test_spans_weight_the_characters_of_the_answer(tmp_path):
     tokenizer = base_tokenizer()
     spans = [{"start": 1, "end": 8, "weight": 0.5}, {"start": 15, "end": 16, "weight": 3.0}]
@@ -94,6 +101,36 @@ def test_the_loss_is_the_weighted_mean(method, layout, tmp_path):
     torch.testing.assert_close(small[1], gradients, rtol=1e-4, atol=1e-7)
 
 
+def test_the_size_of_all_weights_does_not_matter(tmp_path):
+    data = datasets.Dataset.from_list([{"prompt": "2 + 2 =", "completion": " 4 yes"}])
+    steps = []
+    for weight in (1.0, 0.001):
+        options = {"text_weights": {"(?s).": weight, "(?s).*<.*>$|.+": weight}, "tokenizer": byte_tokenizer()}
+        steps.append(one_step("sft", tiny_model(), data, tmp_path, **options))
+    assert steps[0][0] == pytest.approx(steps[1][0], rel=1e-5)
+    torch.testing.assert_close(steps[0][1], steps[1][1], rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("content", ["i", "end", "im_end"])
+def test_spans_are_not_found_in_special_tokens(content, tmp_path):
+    tokenizer = base_tokenizer()
+    spans = [{"start": 0, "end": len(content), "weight": 5.0}]
+    plain = {"prompt": "q", "completion": content, "span_weights": spans}
+    chat = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": content}],
+            "span_weights": spans}  # fmt: skip
+    for row, options in ((plain, {}), (chat, {"assistant_only_loss": True})):
+        [found] = prepared([row], tmp_path, tokenizer, **options)
+        weighted = [token for token, w in zip(found["completion_ids"], found["token_weights"], strict=True) if w == 5.0]
+        assert tokenizer.decode(weighted) == content
+
+
+def test_a_frequent_pattern_in_a_long_row(tmp_path):
+    [row] = prepared(
+        [{"prompt": "q", "completion": "4 é" * 3000}], tmp_path, text_weights={"[0-9]": 2.0}, max_length=None
+    )
+    assert row["token_weights"].count(2.0) == 3000
+
+
 def test_weights_of_packed_and_truncated_rows(tmp_path):
     rows = [{"prompt": "2 + 2 =", "completion": " <a>four</a> and more text"}, {"prompt": "1", "completion": "<a> 2"}]
     whole = prepared(rows, tmp_path, text_weights={"<a>": 3.0})
@@ -118,6 +155,7 @@ def test_a_row_of_which_no_token_has_a_weight_is_dropped(tmp_path):
 @pytest.mark.parametrize(
     ("weights", "message"),
     [({"(": 1}, "the regular expression is not valid"), ({"a*": 1}, "matches an empty text"),
+     (["a"], "must be a mapping of regular expressions to weights"),
      ({"a": -1}, "must be a number from 0 to 1e6"), ({"a": True}, "must be a number from 0 to 1e6")],
 )  # fmt: skip
 def test_invalid_patterns(config, weights, message, tmp_path):
@@ -129,6 +167,7 @@ def test_invalid_patterns(config, weights, message, tmp_path):
     ("row", "message"),
     [({"span_weights": [{"start": 0, "end": 99, "weight": 1.0}]}, 
       r"train, row 0: column 'span_weights': .*from 0 to 1 "),
+     ({"span_weights": [{"start": False, "end": 1, "weight": 1.0}]}, "start and end from 0 to 1"),
      ({"span_weights": [{"start": 0, "end": 1, "weight": -1.0}]}, "a weight from 0 to 1e6"),
      ({"completion": [{"role": "assistant", "content": "x"}], "prompt": [{"role": "user", "content": "q"}],
        "span_weights": [{"start": 1, "end": 1, "weight": 1.0}]}, "start and end from 0 to 1")],

@@ -2,6 +2,7 @@
 
 import json
 import math
+from functools import partial
 
 import datasets
 import pytest
@@ -11,9 +12,12 @@ from tokenizers_for_tests import base_tokenizer
 from training_for_tests import trainer_for
 
 from hf_posttrain import SFTConfig
+from hf_posttrain.data.prepare import columns_read
+from hf_posttrain.data.sources import load
 from hf_posttrain.errors import InputError
 from hf_posttrain.methods import METHODS
 from hf_posttrain.methods.sft import SFTTrainer
+from hf_posttrain.recipe.sections import Source
 from hf_posttrain.run import main
 
 TOPICS = ["sums", "words", "sums", "sums"]
@@ -78,6 +82,17 @@ def test_invalid_columns(rows, column, message, tmp_path):
         SFTTrainer(tiny_model(), args, train_dataset=rows, processing_class=base_tokenizer())
 
 
+def test_values_of_a_later_data_set_and_of_prepared_rows(tmp_path):
+    rows = rows_of("sft")
+    trainer = trainer_for("sft", tiny_model(), rows, tmp_path, log_loss_by="topic", tokenizer=base_tokenizer())
+    later = datasets.Dataset.from_list([{"prompt": "1", "completion": "2", "topic": "numbers"}])
+    found = trainer.evaluate(later)
+    assert found["eval_loss/numbers"] == pytest.approx(found["eval_loss"], rel=1e-6)
+    without = trainer_for("sft", tiny_model(), trainer.train_dataset, tmp_path, tokenizer=base_tokenizer())
+    without.train()
+    assert not any(name.startswith("loss/") for name in without.state.log_history[0])
+
+
 def test_a_recipe_logs_the_loss_of_each_source(tmp_path):
     tiny_model().save_pretrained(tmp_path / "model")
     base_tokenizer().save_pretrained(tmp_path / "model")
@@ -95,3 +110,19 @@ def test_a_recipe_logs_the_loss_of_each_source(tmp_path):
     state = json.loads((tmp_path / "out" / "trainer_state.json").read_text())
     log = state["log_history"][0]
     assert min(log["loss/sums"], log["loss/words"]) < log["loss"] < max(log["loss/sums"], log["loss/words"])
+    # a streamed evaluation set has no such column, and neither have sources with different weights of spans
+    recipe["data"]["eval"] = sources[0] | {"streaming": True}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    assert main([str(tmp_path / "recipe.yaml"), "train.output_dir=" + str(tmp_path / "again")]) == 0
+
+
+def test_sources_may_lack_weights_of_spans(tmp_path):
+    rows = [{"prompt": "1", "completion": " 2"}]
+    weighted = [rows[0] | {"span_weights": [{"start": 1, "end": 2, "weight": 3.0}]}]
+    for name, part in (("plain", rows), ("weighted", weighted)):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(part[0]))
+    sources = [Source(str(tmp_path / f"{name}.jsonl")) for name in ("plain", "weighted")]
+    args = SFTConfig(output_dir=str(tmp_path), use_cpu=True)
+    raw = load(sources, "train", partial(columns_read, method=METHODS["sft"], config=args), with_source=True)
+    prepared = SFTTrainer.prepare(raw, base_tokenizer(), args, "train")
+    assert [max(weights) for weights in prepared["token_weights"]] == [1.0, 3.0]
