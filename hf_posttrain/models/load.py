@@ -447,6 +447,10 @@ def load_generation_config(section: ModelSection) -> transformers.GenerationConf
 
 def _auto_class(section: ModelSection, config: PreTrainedConfig) -> Any:
     """Return the auto class of a model. Raise InputError if `images` does not match what the model supports."""
+    if section.images and not _supports_images(config):
+        raise InputError(
+            f"images: {section.name_or_path} ({config.model_type}) does not support images. Set images: false"
+        )
     if section.head == "score":
         return transformers.AutoModelForSequenceClassification
     if not section.images:
@@ -456,10 +460,6 @@ def _auto_class(section: ModelSection, config: PreTrainedConfig) -> Any:
                 "Python pass its processor as processing_class"
             )
         return transformers.AutoModelForCausalLM
-    if not _supports_images(config):
-        raise InputError(
-            f"images: {section.name_or_path} ({config.model_type}) does not support images. Set images: false"
-        )
     return transformers.AutoModelForImageTextToText
 
 
@@ -479,7 +479,10 @@ def saved_with_vision(config: PreTrainedConfig) -> bool:
     """
     classes: Any = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), ())
     classes = classes if isinstance(classes, tuple) else (classes,)
-    return any(model_class.__name__ in (config.architectures or ()) for model_class in classes)
+    saved_by = config.architectures or ()
+    return any(model_class.__name__ in saved_by for model_class in classes) or (
+        is_classifier(config) and _supports_images(config)
+    )
 
 
 _NO_EFFECT_KWARGS = ("low_cpu_mem_usage", "_fast_init")
