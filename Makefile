@@ -146,7 +146,7 @@ $(GPU_STAMP): benchmarks/gpu_image.txt
 	@touch $@
 
 clean: ## remove all environments, caches and build products
-	rm -rf $(VENV) $(FLOOR_VENV) $(NEWEST_VENV) $(VLLM_VENV) $(GPU_VENV) .whl build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache recipes/tiny/sums.jsonl
+	rm -rf $(VENV) $(FLOOR_VENV) $(NEWEST_VENV) $(VLLM_VENV) $(GPU_VENV) .whl build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache recipes/tiny/rm.jsonl recipes/tiny/sums.jsonl
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 define check_python

@@ -27,6 +27,7 @@ SHA256 = {
     "heldout.jsonl": "247083f9f6441286df560c1bb0a4e8d3672841590dbf0e631c412196aa2a0072",
     "kto.jsonl": "41f82621f7fbee061adc89d3a03ec6b63e86852ef5808b1799100ce7d90d9af6",
     "prompts.jsonl": "194d9d2b09d1cebdfa50e401dcba2923c2640cf44f548db3025f1eb99a650477",
+    "rm.jsonl": "5ca624f611429273015f89e080b9ba3579bd85efb983eb0cef67b5762350d743",
     "sums.jsonl": "8f9cd1a9bc15952095407c4c8f6ea993d7970fbfa4937f5526cac84f7ec41f3e",
     "train.jsonl": "7fe0d9b0eed369ee32940e7d46cf707130b650a3e6fbb061d1956f19c035e3f0",
 }
@@ -99,7 +100,7 @@ def test_no_heldout_problem_is_trained_on_either_way_round():
 
     heldout = problems("heldout")
     assert len(heldout) == 500
-    for name in ("train", "few", "prompts", "dpo", "kto"):
+    for name in ("train", "few", "prompts", "dpo", "kto", "rm"):
         assert not heldout & problems(name), name
 
 
@@ -108,7 +109,9 @@ def test_solutions_are_right_and_slips_are_wrong():
         return final_answer(answer) == str(sum(map(int, prompt.rstrip("=").split("+"))))
 
     assert all(ends_in_sum(row["prompt"], row["completion"]) for name in ("train", "heldout") for row in rows(name))
-    assert not any(ends_in_sum(row["prompt"], row["rejected"]) for name in ("dpo", "heldout") for row in rows(name))
+    assert not any(
+        ends_in_sum(row["prompt"], row["rejected"]) for name in ("dpo", "rm", "heldout") for row in rows(name)
+    )
     assert all(ends_in_sum(row["prompt"], row["completion"]) == row["label"] for row in rows("kto"))
 
 
@@ -127,6 +130,39 @@ def test_every_tiny_recipe_loads(path, monkeypatch):
     config = train_config(recipe, config_class(METHODS[recipe.method]))
     assert config.use_cpu
     assert config.eval_exact_match == (METHODS[recipe.method].head == "language")
+
+
+def test_the_table_of_judges_has_means_and_spreads():
+    judge = load_script("judge")
+    page = [
+        *judge.table(
+            [{"pairs": 1000.0, "pair_nll": 0.5, "any of 8": 0.5}, {"pairs": 3000.0, "pair_nll": 0.25, "any of 8": 1.0}]
+        )
+    ]
+    assert page[2:] == [
+        "| pairs | 2,000 | 1,000 to 3,000 |",
+        "| pair_nll | 0.375 | 0.250 to 0.500 |",
+        "| any of 8 | 75.0% | 50.0% to 100.0% |",
+    ]
+
+
+def test_one_of_eight_answers_is_selected_by_its_reward(tmp_path):
+    judge = load_script("judge")
+    answers = {"1+1=": [("#### 2", 0.1), ("#### 3", 0.2), ("#### 3", 0.3)], "2+2=": [("#### 5", -1.0), ("#### 4", 1.0)]}
+    right = {"1+1=": "#### 2", "2+2=": "#### 4"}
+    rows_ = [{"prompt": prompt, "completion": text, "score": score, "reference": right[prompt]}
+             for prompt, tries in answers.items() for text, score in tries]  # fmt: skip
+    judge.write(tmp_path / "heldout_by_model.jsonl", rows_)
+    found = judge.best_of(tmp_path)
+    assert [*found.values()] == [pytest.approx(x) for x in ((1 / 3 + 1 / 2) / 2, 0.0, 0.5, 1.0)]
+
+
+@pytest.mark.slow
+def test_the_demonstration_of_judges_runs(tmp_path):
+    command = [sys.executable, "-m", "recipes.tiny.judge", "--fast", "--seeds", "1", "--output", str(tmp_path)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert (tmp_path / "results.md").read_text() in done.stdout
 
 
 def test_preferences_pair_a_right_answer_with_each_different_wrong_one():

@@ -38,6 +38,7 @@ from ..teachers.options import caches_hidden_states, precomputes
 from ..trainer.base import PostTrainer
 from ..trainer.config import PostTrainConfig
 from ..trainer.option_group import OptionKind
+from ..trainer.rules import MUON
 from .placement import Engine, Shapes, engine_from_config, model_bytes
 from .plan import planned_examples
 
@@ -447,7 +448,7 @@ def advice(current: MemoryEstimate, run: Run, estimate_run: Callable[[Run], Memo
         # engines from the fastest to the one that needs least
         *(
             (
-                several and (name, host) != (engine.name, False),
+                several and config.optim != MUON and (name, host) != (engine.name, False),
                 "engine",
                 {"name": name, "offload_params": host, "offload_optimizer": host},
             )

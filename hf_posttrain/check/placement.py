@@ -26,6 +26,8 @@ from ..models.config import ModelSection
 from ..models.policy import freeze_vision
 from ..scoring import forward
 from ..trainer.config import PostTrainConfig
+from ..trainer.optimizers import hidden_matrices
+from ..trainer.rules import MUON
 from . import vision_memory
 from .saved_tensors import SavedTensorCounter
 
@@ -116,11 +118,14 @@ class Weights:
         0  # largest number that is whole at once if an engine shards them: outside of layers, and two layers
     )
     quantized: bool = False  # whether the frozen ones are quantized, so that no engine casts them
+    matrices: int = 0  # bytes of the trained weights that Muon updates
 
 
 def state_bytes(optim: object, weights: Weights) -> int:
     """Return the bytes of an optimizer's state. Quantized states have a float32 for each block of 256."""
     name = str(getattr(optim, "value", optim))
+    if name == MUON:  # a momentum of the hidden matrices, and both moments of AdamW of the others
+        return 2 * weights.trained - weights.matrices
     moments_by_name = {"lion": 1, "rmsprop": 1, "adagrad": 1, "sgd": 0, "adafactor": 0}
     moments = next((count for part, count in moments_by_name.items() if part in name), 2)  # two for AdamW and others
     size = 1.0 if "8bit" in name else 0.5 if "4bit" in name else None
@@ -216,13 +221,16 @@ class Shapes:
         trained = [p for p in parameters if p.requires_grad and trainable]
         trained_count = sum(p.numel() for p in trained)
         trained_bytes = sum(p.numel() * sizes[p] for p in trained)
+        hidden = hidden_matrices(model)
+        updated = [p for name, p in model.named_parameters() if name in hidden and p.requires_grad and trainable]
+        matrix_bytes = sum(p.numel() * sizes[p] for p in updated)
         buffers = sum(b.nbytes for b in model.buffers())
         frozen_bytes = int(sum(p.numel() * sizes[p] for p in parameters) - trained_bytes + buffers)
         vision_layers = vision_memory.vision_layers(self.inner) if forward.is_vision_language_model(model) else None
         sharded = [*self.layers, *(vision_layers or ())]
         count = _count_parameters(model)
         gathered = count - sum(sorted(map(_count_parameters, sharded))[:-2])
-        self.weights = Weights(frozen_bytes, trained_bytes, count, trained_count, gathered, quantized)
+        self.weights = Weights(frozen_bytes, trained_bytes, count, trained_count, gathered, quantized, matrix_bytes)
 
         self.tokens = 1
         self.kept = [0] * (1 + len(self.layers))

@@ -435,7 +435,8 @@ def _without_report_of_new_head(section: ModelSection) -> Iterator[None]:
         keys = {key for key, status in rows if status in ("MISSING", "UNEXPECTED")}
         if "LOAD REPORT" not in record.getMessage() or not all(re.match(r"(score|lm_head)\.", key) for key in keys):
             return True
-        logger.info("%s: the score layer is new, since this is a language model", section.name_or_path)
+        if not section.adapter:  # which has the score layer
+            logger.info("%s: the score layer is new, since this is a language model", section.name_or_path)
         return False
 
     report = logging.getLogger("transformers.modeling_utils")
@@ -455,6 +456,10 @@ def load_generation_config(section: ModelSection) -> transformers.GenerationConf
 
 def _auto_class(section: ModelSection, config: PreTrainedConfig) -> Any:
     """Return the auto class of a model. Raise InputError if `images` does not match what the model supports."""
+    if section.images and not _supports_images(config):
+        raise InputError(
+            f"images: {section.name_or_path} ({config.model_type}) does not support images. Set images: false"
+        )
     if section.head == "score":
         return transformers.AutoModelForSequenceClassification
     if not section.images:
@@ -464,10 +469,6 @@ def _auto_class(section: ModelSection, config: PreTrainedConfig) -> Any:
                 "Python pass its processor as processing_class"
             )
         return transformers.AutoModelForCausalLM
-    if not _supports_images(config):
-        raise InputError(
-            f"images: {section.name_or_path} ({config.model_type}) does not support images. Set images: false"
-        )
     return transformers.AutoModelForImageTextToText
 
 
@@ -487,7 +488,10 @@ def saved_with_vision(config: PreTrainedConfig) -> bool:
     """
     classes: Any = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), ())
     classes = classes if isinstance(classes, tuple) else (classes,)
-    return any(model_class.__name__ in (config.architectures or ()) for model_class in classes)
+    saved_by = config.architectures or ()
+    return any(model_class.__name__ in saved_by for model_class in classes) or (
+        is_classifier(config) and _supports_images(config)
+    )
 
 
 _NO_EFFECT_KWARGS = ("low_cpu_mem_usage", "_fast_init")

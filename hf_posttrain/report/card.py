@@ -41,7 +41,7 @@ def write(run: Run) -> None:
         base_model=None if local else run.base_model,
         datasets=list(dict.fromkeys(filter(is_hub_name, paths))) or None,
         library_name="peft" if run.adapter else "transformers",
-        pipeline_tag="image-text-to-text" if run.takes_images else "text-generation",
+        pipeline_tag=pipeline_tag(run),
         model_name=run.name,
         tags=[tag for tag in ("hf_posttrain", run.method, adapter, "generated_from_trainer") if tag],
     ).to_yaml()
@@ -56,6 +56,13 @@ def write(run: Run) -> None:
         papers=list_papers(run.method_spec, run.arguments, adapter == "lora"),
     )
     file.write_text(text, encoding="utf-8")
+
+
+def pipeline_tag(run: Run) -> str:
+    """Return the task of a model in the names of the hub."""
+    if run.is_reward_model:
+        return "text-classification"
+    return "image-text-to-text" if run.takes_images else "text-generation"
 
 
 def _table_cell(text: object) -> str:

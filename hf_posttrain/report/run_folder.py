@@ -129,6 +129,11 @@ class Run:
         """Whether the model is a vision-language model, whose processor is saved with it."""
         return (self.folder / "processor_config.json").exists()
 
+    @property
+    def is_reward_model(self) -> bool:
+        """Whether the model is a sequence classifier, which scores answers and generates none."""
+        return self.method_spec is not None and self.method_spec.head == "score"
+
 
 def read_run(folder: str | Path) -> Run:
     """Read a run.

@@ -2,8 +2,8 @@
 
     python recipes/tiny/make_data.py [FOLDER]
 
-Git has the small files (tokenizer, shapes) and not the 18,000 rows: the quickstart and the tests run this script first.
-It takes a quarter of a second, and a file that already holds what it should is left alone.
+Git has the small files (tokenizer, shapes) and not the 59,000 rows: the quickstart and the tests run this script first.
+It takes less than a second, and a file that already holds what it should is left alone.
 
 The task is the sum of two three-digit numbers, worked from the ones up, each column with its carry:
 
@@ -12,6 +12,7 @@ The task is the sum of two three-digit numbers, worked from the ones up, each co
     train.jsonl      problems and solutions for the teacher     heldout.jsonl    for evaluation alone
     few.jsonl        the first of them, for the student         dpo.jsonl, kto.jsonl   right and wrong answers
     prompts.jsonl    problems without solution, for OPD         sums.jsonl       some with their sums, for rounds
+    rm.jsonl         many more right and wrong answers, for a reward model
     teacher/, student/    config.json and the tokenizer that both share
 
 No problem of heldout.jsonl, nor its mirror image (b+a), is in another file.
@@ -24,7 +25,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-SIZES = {"train": 8192, "few": 1024, "prompts": 4096, "heldout": 500, "pairs": 2048}
+SIZES = {"train": 8192, "few": 1024, "prompts": 4096, "heldout": 500, "pairs": 2048, "rm": 40960}
 DIGITS = 3
 SEED = 0
 VOCABULARY = ["<pad>", "<eos>", *"0123456789", "+", "=", " ", " #### "]
@@ -93,6 +94,10 @@ def make_rows() -> dict[str, list[dict[str, Any]]]:
             for n, (r, w) in enumerate(zip(right, wrong, strict=True))
         ],
     }
+    rows["rm"] = [
+        {"prompt": f"{a}+{b}=", "chosen": solution(a, b)["completion"], "rejected": slip(a, b, random_)}
+        for a, b in problems(random_, SIZES["rm"], taken)
+    ]
     rows["few"] = rows["train"][: SIZES["few"]]
     rows["sums"] = [{"prompt": f"{a}+{b}=", "completion": str(a + b)} for a, b in prompts[: SIZES["few"]]]
     return rows

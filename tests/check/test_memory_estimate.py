@@ -22,7 +22,7 @@ import transformers as tf
 import yaml
 from models_for_tests import CONFIGS
 from tokenizers_for_tests import byte_tokenizer
-from training_for_tests import METHODS, names_where
+from training_for_tests import METHODS, names_where, token_rows, trainer_for
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.siglip.modeling_siglip import SiglipEncoder
 from vision_for_tests import attach_image_reader, config_of, pictures, processor_of
@@ -44,7 +44,8 @@ from hf_posttrain.data.images import get_image_reader
 from hf_posttrain.data.lengths import longest_rows
 from hf_posttrain.errors import InputError
 from hf_posttrain.methods import METHODS as TABLE
-from hf_posttrain.models.config import ModelSection
+from hf_posttrain.models import adapters
+from hf_posttrain.models.config import ModelSection, RewardModelSection
 from hf_posttrain.models.load import load_model
 from hf_posttrain.recipe import build
 from hf_posttrain.recipe.datasets import prepare_data
@@ -101,6 +102,27 @@ def test_states_of_optimizers():
     sizes = {name: state_bytes(name, FULL) for name in ("adamw_torch", "sgd", "adafactor", "lion_32bit", "unknown")}
     assert sizes == {"adamw_torch": 8000, "sgd": 0, "adafactor": 0, "lion_32bit": 4000, "unknown": 8000}
     assert state_bytes("adamw_8bit", FULL) == 2000 + int(2000 * 4 / 256)  # two bytes, and a float for each 256 of them
+
+
+@pytest.mark.parametrize(
+    ("method", "lora"),
+    [("sft", None), ("sft", {"r": 4}), ("sft", {"r": 4, "modules_to_save": ["lm_head"]}), ("rm", None), ("rm", {})],
+)
+def test_the_state_of_muon_has_the_bytes_of_its_tensors(method, lora, tmp_path):
+    """One momentum of hidden matrices and two moments of the others, without AdamW's numbers of steps."""
+    section = section_of(tmp_path / "model", "llama", lora=lora)
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    if TABLE[method].head == "score":
+        section = RewardModelSection(**vars(section))
+    adapter = adapters.lora_config(section)
+    options = {"peft_config": adapter, "optim": "muon", "learning_rate": 1e-3}
+    trainer = trainer_for(method, load_model(section), token_rows(method), tmp_path, **options)
+    trainer.train()
+    state = trainer.optimizer.state.values()
+    measured = sum(value.nbytes for tensors in state for name, value in tensors.items() if name != "step")
+    weights = Shapes(section, True, CPU).weights
+    assert state_bytes("muon", weights) == measured
+    assert measured < state_bytes("adamw_torch", weights)
 
 
 def test_engines_of_the_shipped_accelerate_configs():
@@ -511,7 +533,7 @@ def test_smaller_batches_are_the_same_step():
      (Engine("fsdp2", 8, True, True, gpu=True), []), (Engine("fsdp2", 1, gpu=True), [])],
 )  # fmt: skip
 def test_engines_are_offered_up_to_the_one_that_keeps_all_in_host_memory(now, kinds):
-    """Each saves a tenth of what was needed, but that which cuts less than fsdp2 saves nothing."""
+    """Each saves a tenth of what was needed, but that which cuts less than fsdp2 saves nothing. None takes Muon."""
     order = ["ddp", "zero1", "zero2", "fsdp2", "fsdp2_offload"]
 
     def needed(run):
@@ -522,6 +544,8 @@ def test_engines_are_offered_up_to_the_one_that_keeps_all_in_host_memory(now, ki
     lines = memory.advice(needed(run), run, needed)[:-1]
     assert [line.partition("accelerate_configs/")[2].partition(".yaml")[0] for line in lines] == kinds
     assert all((ROOT / "accelerate_configs" / f"{kind}.yaml").exists() for kind in kinds)
+    muon = run_of(now, optim="muon")
+    assert not any("accelerate_configs" in line for line in memory.advice(needed(muon), muon, needed))
 
 
 def test_a_laptop_knows_what_eight_gpus_would_hold(tmp_path):

@@ -22,6 +22,7 @@ from tokenizers_for_tests import QWEN3, byte_tokenizer
 from training_for_tests import (
     LORA,
     METHODS,
+    as_reward_model,
     fake_generate,
     logs_and_weights,
     quick,
@@ -29,7 +30,7 @@ from training_for_tests import (
     token_rows,
     trainer_for,
 )
-from transformers import TrainerCallback, TrainerState
+from transformers import AutoModelForSequenceClassification, TrainerCallback, TrainerState
 
 from hf_posttrain import report
 from hf_posttrain.engines import engine
@@ -383,6 +384,33 @@ def test_the_code_on_the_model_card_runs(lora, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     exec(code, {})
     assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_the_code_on_the_card_of_a_reward_model_scores(lora, tmp_path, monkeypatch):
+    """As the trained model does, for an answer in the template."""
+    as_reward_model(tiny_model()).save_pretrained(tmp_path / "base")
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base")
+    turns = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
+    row = {"prompt": turns[:1], "chosen": turns[1:], "rejected": [turns[1] | {"content": "5"}]}
+    trainer = trainer_for(
+        "rm", model, datasets.Dataset.from_list([row] * 2), tmp_path / "run", tokenizer=byte_tokenizer(QWEN3),
+        peft_config=LoraConfig(**LORA, task_type="SEQ_CLS") if lora else None, learning_rate=1e-2,
+    )  # fmt: skip
+    report.follow(trainer)
+    trainer.train()
+    trainer.save_model()
+    trainer.save_state()
+    report.write(tmp_path / "run")
+    text = (tmp_path / "run" / "README.md").read_text(encoding="utf-8")
+    code = text.partition("```python\n")[2].partition("```")[0].replace("What is 2 + 2?", "2+2?")
+    assert ("AutoPeftModelForSequenceClassification" in code) is lora
+    assert "pipeline_tag: text-classification" in text
+    monkeypatch.chdir(tmp_path)
+    names: dict = {}
+    exec(code, names)
+    [reward, _] = trainer.predict(trainer.train_dataset).predictions[0]
+    assert names["model"](**names["inputs"]).logits[0, 0].item() == pytest.approx(reward.item(), rel=1e-4)
 
 
 @pytest.mark.parametrize(("chats", "packing"), [(True, False), (False, False), (True, True)])
