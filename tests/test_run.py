@@ -682,12 +682,13 @@ def test_bad_rows_end_before_a_model_is_loaded(folder, no_weights, capsys, metho
     assert expected in line
 
 
-def test_a_stream_for_kto_ends_before_a_model_is_loaded(folder, no_weights, capsys):
+def test_a_stream_for_kto_with_automatic_weights_ends_before_a_model_is_loaded(folder, no_weights, capsys):
     (folder / "rows2.jsonl").write_text(
         "\n".join(json.dumps({"prompt": str(i), "completion": "b", "label": True}) for i in range(3))
     )
-    line = error_line(capsys, "sft.yaml", "method=kto", "data.train={path: rows2.jsonl, streaming: true}")
-    assert "cannot be combined with a stream of rows" in line
+    stream = "data.train={path: rows2.jsonl, streaming: true}"
+    line = error_line(capsys, "sft.yaml", "method=kto", stream, "train.desirable_weight=auto")
+    assert "desirable_weight or undesirable_weight: auto cannot be combined with a stream of rows" in line
 
 
 def test_an_output_dir_that_is_a_file_is_refused(folder, no_weights, capsys):

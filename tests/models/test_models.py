@@ -494,12 +494,12 @@ def test_a_teacher_with_a_quantised_head_is_scored_through_it():
     scoring.enable_scoring(model)
     batch = collate([Example([5, 6, 7], [Branch([8, 9, 10])])], "shared")
     with torch.no_grad():
-        states = TeacherStates.from_model(model, batch, copy_head=False)
+        states = TeacherStates.from_model(model, batch, is_copied=False)
         expected = model(input_ids=torch.tensor([[5, 6, 7, 8, 9]])).logits[0, 2:]
     assert states.hidden.dtype == torch.float32  # not that of the weight
     torch.testing.assert_close(states.logits(slice(None)), expected)
     with pytest.raises(InputError, match="not a plain linear layer"):  # where it would have to be copied
-        TeacherStates.from_model(model, batch, copy_head=True)
+        TeacherStates.from_model(model, batch, is_copied=True)
 
 
 def test_an_8bit_teacher_cannot_be_offloaded(tmp_path):
