@@ -136,11 +136,14 @@ def test_the_table_of_judges_has_means_and_spreads():
     judge = load_script("judge")
     page = [
         *judge.table(
-            [{"pairs": 1000.0, "pair_nll": 0.5, "any of 8": 0.5}, {"pairs": 3000.0, "pair_nll": 0.25, "any of 8": 1.0}]
+            [
+                {"pairs of own answers": 1000.0, "pair_nll": 0.5, "any of 8": 0.5},
+                {"pairs of own answers": 3000.0, "pair_nll": 0.25, "any of 8": 1.0},
+            ]
         )
     ]
     assert page[2:] == [
-        "| pairs | 2,000 | 1,000 to 3,000 |",
+        "| pairs of own answers | 2,000 | 1,000 to 3,000 |",
         "| pair_nll | 0.375 | 0.250 to 0.500 |",
         "| any of 8 | 75.0% | 50.0% to 100.0% |",
     ]
@@ -154,7 +157,7 @@ def test_one_of_eight_answers_is_selected_by_its_reward(tmp_path):
              for prompt, tries in answers.items() for text, score in tries]  # fmt: skip
     judge.write(tmp_path / "heldout_by_model.jsonl", rows_)
     found = judge.best_of(tmp_path)
-    assert [*found.values()] == [pytest.approx(x) for x in ((1 / 3 + 1 / 2) / 2, 0.0, 0.5, 1.0)]
+    assert [*found.values()] == [pytest.approx(x) for x in ((1 / 3 + 1 / 2) / 2, 0.5, 0.0, 0.5, 1.0)]
 
 
 @pytest.mark.slow

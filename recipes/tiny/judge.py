@@ -6,9 +6,9 @@ For each seed:
 
     1  student and teacher, SFT from scratch                                       sft_student.yaml, sft_teacher.yaml
     2  the student answers 11,264 problems 4 times; each wrong answer is a pair with the solution   sample, judge, pair
-    3  a reward model, from the teacher's weights, on these pairs and those of rm.jsonl             rm.yaml
-    4  it compares pairs of answers to the 500 held-out problems                   eval
-    5  it selects one of the student's 8 answers to each of them                   sample, judge
+    3  reward models, from the teacher's weights, on the pairs of rm.jsonl, and on these pairs too  rm.yaml
+    4  they compare pairs of answers to the 500 held-out problems                  eval
+    5  the second one selects one of the student's 8 answers to each of them                   sample, judge
     6  the student is trained in rounds, judged by it and by exact match           rounds.yaml
 
 Problems of the rounds (sums.jsonl) are not among those of stage 2. What is there already is not computed again. Writes
@@ -82,10 +82,15 @@ def results_of(home: Path, seed: int, fast: bool) -> dict[str, float]:
     write(home / "problems.jsonl", problems[: 64 if fast else None])
     pairs = own_pairs(home, "train", home / "problems.jsonl", ANSWERS, seed)
     heldout = own_pairs(home, "heldout", HERE / "heldout.jsonl", TRIES, seed)
-    train("rm", home / "judge", seed, fast, data(home, pairs, heldout))
+    first = f"model.name_or_path={home / 'teacher'}"
+    train("rm", home / "judge_of_slips", seed, fast, [first])
+    train("rm", home / "judge", seed, fast, [first, data(pairs, heldout)])
 
-    evaluated = json.loads(command("eval", home / "judge", "--data", heldout, "--batch_size", 256, "--json"))
-    results = {"pairs": float(len(read(pairs)))} | evaluated[0]["metrics"]
+    slips = evaluate(home / "judge_of_slips", HERE / "heldout.jsonl", "--columns", "chosen=completion")
+    results = {"rm.jsonl alone: pair_accuracy on made-up errors": slips["pair_accuracy"]}
+    own = evaluate(home / "judge_of_slips", heldout)
+    results["rm.jsonl alone: pair_accuracy on own answers"] = own["pair_accuracy"]
+    results |= {"pairs of own answers": float(len(read(pairs)))} | evaluate(home / "judge", heldout)
     results |= best_of(home)
     for name, overrides in ROUNDS.items():
         folder = home / "".join(c if c.isalnum() else "_" for c in f"rounds {name}")
@@ -98,10 +103,16 @@ def results_of(home: Path, seed: int, fast: bool) -> dict[str, float]:
     return results
 
 
-def data(home: Path, pairs: Path, heldout: Path) -> list[str]:
-    """Return overrides of rm.yaml."""
-    sources = f"[{{path: {HERE / 'rm.jsonl'}}}, {{path: {pairs}}}]"
-    return [f"model.name_or_path={home / 'teacher'}", f"data={{train: {sources}, eval: {{path: {heldout}}}}}"]
+def data(pairs: Path, heldout: Path) -> str:
+    """Return the override of rm.yaml that adds the pairs of own answers."""
+    return f"data={{train: [{{path: {HERE / 'rm.jsonl'}}}, {{path: {pairs}}}], eval: {{path: {heldout}}}}}"
+
+
+def evaluate(model: Path, pairs: Path, *options: object) -> dict[str, float]:
+    """Return the metrics of a reward model on pairs."""
+    printed = command("eval", model, "--data", pairs, "--batch_size", 256, "--json", *options)
+    metrics: dict[str, float] = json.loads(printed)[0]["metrics"]
+    return metrics
 
 
 def own_pairs(home: Path, name: str, problems: Path, count: int, seed: int) -> Path:
@@ -122,7 +133,10 @@ def own_pairs(home: Path, name: str, problems: Path, count: int, seed: int) -> P
 
 
 def best_of(home: Path) -> dict[str, float]:
-    """Return the exact match of the student's held-out answers: one, the most frequent, the judge's, and any."""
+    """Return the exact match of the student's held-out answers: one, the most frequent, the judge's, and any.
+
+    A judge gives equal answers the same reward. Without information it selects one of the different answers.
+    """
     judged = home / "heldout_by_model.jsonl"
     if not judged.exists():
         options = ["--by", "model", home / "judge", "--batch_size", 256]
@@ -137,7 +151,10 @@ def best_of(home: Path) -> dict[str, float]:
         right = [final == final_answer(rows[0]["reference"]) for final in finals]
         [(most, _)] = Counter(finals).most_common(1)
         best = max(range(len(rows)), key=lambda n: rows[n]["score"])
-        values = {"one answer": statistics.fmean(right), f"majority of {TRIES}": right[finals.index(most)]}
+        different = dict(zip((row["completion"] for row in rows), right, strict=True))
+        values = {"one answer": statistics.fmean(right)}
+        values |= {"one of the different answers": statistics.fmean(different.values())}
+        values |= {f"majority of {TRIES}": right[finals.index(most)]}
         values |= {f"best of {TRIES} by the reward model": right[best], f"any of {TRIES}": any(right)}
         for name, value in values.items():
             found.setdefault(name, []).append(float(value))
@@ -192,7 +209,13 @@ def table(results: Sequence[dict[str, float]]) -> Iterator[str]:
     yield "|---|---|---|"
     for name in results[0]:
         values = [result[name] for result in results]
-        form = "{:,.0f}" if name == "pairs" else "{:.3f}" if name.endswith(("nll", "error", "reward")) else "{:.1%}"
+        form = (
+            "{:,.0f}"
+            if name.startswith("pairs")
+            else "{:.3f}"
+            if name.endswith(("nll", "error", "reward"))
+            else "{:.1%}"
+        )
         mean, low, high = (form.format(value) for value in (statistics.fmean(values), min(values), max(values)))
         yield f"| {name} | {mean} | {low} to {high} |"
 
