@@ -460,9 +460,10 @@ def test_questions_are_spread_over_a_data_set_and_taken_from_the_start_of_a_stre
 
 
 def test_sharded_models_are_asked_only_where_they_generate_anyway(monkeypatch):
-    def trainer(parallelism_config=None, rows=(), **args):
+    def trainer(parallelism_config=None, rows=(), method="sft", **args):
         args = types.SimpleNamespace(parallelism_config=parallelism_config, **{"eval_exact_match": False} | args)
-        return types.SimpleNamespace(args=args, accelerator=None, train_dataset=rows, eval_dataset=None)
+        data = {"train_dataset": rows, "eval_dataset": None}
+        return types.SimpleNamespace(args=args, method=TABLE[method], accelerator=None, **data)
 
     monkeypatch.setattr(engine, "shards_weights", lambda accelerator: True)
     assert "would gather all weights on each device" in find_obstacle(trainer())
@@ -472,6 +473,7 @@ def test_sharded_models_are_asked_only_where_they_generate_anyway(monkeypatch):
     monkeypatch.setattr(engine, "shards_weights", lambda accelerator: False)
     assert find_obstacle(trainer()) is None
     assert find_obstacle(trainer(rows=None)) == "there are no rows"
+    assert find_obstacle(trainer(method="rm")) == "a reward model generates no answers"
     assert "sequence parallelism" in find_obstacle(trainer(types.SimpleNamespace(sp_size=2)))
 
 
