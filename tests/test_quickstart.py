@@ -134,14 +134,9 @@ def test_every_tiny_recipe_loads(path, monkeypatch):
 
 def test_the_table_of_judges_has_means_and_spreads():
     judge = load_script("judge")
-    page = [
-        *judge.table(
-            [
-                {"pairs of own answers": 1000.0, "pair_nll": 0.5, "any of 8": 0.5},
-                {"pairs of own answers": 3000.0, "pair_nll": 0.25, "any of 8": 1.0},
-            ]
-        )
-    ]
+    names = ("pairs of own answers", "pair_nll", "any of 8")
+    seeds = ((1000.0, 0.5, 0.5), (3000.0, 0.25, 1.0))
+    page = [*judge.table([dict(zip(names, values, strict=True)) for values in seeds])]
     assert page[2:] == [
         "| pairs of own answers | 2,000 | 1,000 to 3,000 |",
         "| pair_nll | 0.375 | 0.250 to 0.500 |",
