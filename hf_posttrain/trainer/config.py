@@ -246,8 +246,12 @@ class PostTrainConfig(TrainingArguments, metaclass=ConfigMeta):
         super().__post_init__()
         if uses_muon:
             self.optim = rules.MUON
-            if requested_engine(self).sharding_engine:
+            engine = requested_engine(self)
+            if engine.sharding_engine:
                 raise InputError(conflict_message(Feature.MUON, Feature.SHARDED))
+            if engine.zero:
+                problem = f"optim: muon cannot be combined with ZeRO-{engine.zero}, which flattens the matrices"
+                raise InputError(f"{problem}. Use one GPU or DDP, or another optimizer")
 
         if self.torch_compile and not self.tf32 and is_torch_tf32_available():
             enable_tf32(False)  # TrainingArguments enables it with torch_compile, for the whole process

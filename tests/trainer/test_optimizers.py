@@ -113,3 +113,14 @@ def test_a_model_without_trained_matrices_has_no_use_for_muon(tmp_path):
 def test_factors_are_positive_numbers_by_expressions(factors, tmp_path):
     with pytest.raises(InputError, match="learning_rate_factors"):
         SFTConfig(output_dir=str(tmp_path), use_cpu=True, learning_rate_factors=factors)
+
+
+@pytest.mark.engines
+@pytest.mark.parametrize(
+    ("stage", "reason"), [(1, "ZeRO-1, which flattens"), (2, "ZeRO-2, which flattens"), (3, "shard")]
+)
+def test_muon_is_refused_under_zero(stage, reason, tmp_path):
+    sizes = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}
+    deepspeed = sizes | {"zero_optimization": {"stage": stage}}
+    with pytest.raises(InputError, match=f"optim: muon cannot be combined with .*{reason}"):
+        SFTConfig(output_dir=str(tmp_path), use_cpu=True, optim="muon", deepspeed=deepspeed)
