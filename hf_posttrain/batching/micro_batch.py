@@ -3,6 +3,7 @@
 Legend: B examples, K branches per example, R rows of tokens, L row length, N scored tokens.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self, TypedDict, TypeVar
 
@@ -83,6 +84,11 @@ class MicroBatch(ModelOutput):
     def per_branch(self, values: Tensor) -> Tensor:
         """Sum values [N] of the scored tokens over each branch, [B * K], the branches of an example in order."""
         return values.new_zeros(len(self.row)).index_add(0, self.owner, values)
+
+    def per_token(self, values: Sequence[Any]) -> Tensor:
+        """Concatenate values of the scored tokens of each branch to values of all scored tokens, [N, ...]."""
+        order = torch.unique_consecutive(self.owner).tolist()  # order of the branches in the batch
+        return torch.cat([torch.as_tensor(values[number]) for number in order])
 
     def replace(self, **changes: Any) -> Self:
         """Return a copy with some fields changed."""

@@ -11,7 +11,7 @@ from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..data.recorded_scores import recorded_column, recorded_columns
+from ..data.recorded_scores import recorded_column
 from ..errors import InputError, error_context
 from ..methods import METHODS
 from ..recipe import build
@@ -316,7 +316,7 @@ def check_resumption(
         InputError: They differ, or the checkpoint is incomplete.
     """
     from ..trainer.checkpoint import find_checkpoint, settings_problem, stored_launch
-    from ..trainer.run_fingerprint import adapter_settings, describe_options, describe_rows
+    from ..trainer.run_fingerprint import adapter_settings, describe_options, describe_rows, hashed_columns
 
     build.check_checkpoint(recipe, config)
     checkpoint = config.resume_from_checkpoint
@@ -329,8 +329,7 @@ def check_resumption(
         omitted = (*(name for name in build.HARDWARE_OPTIONS if name != "sampler"), "bf16", "fp16")
         description = {name: value for name, value in description.items() if not name.startswith(omitted)}
     description["adapter"] = adapter_settings(policy)
-    columns = trainer_class.data_method.rows.columns + recorded_columns(config)
-    description["train_dataset"] = describe_rows(rows, columns)
+    description["train_dataset"] = describe_rows(rows, hashed_columns(trainer_class.data_method, config))
     folder = Path(checkpoint)
     if problem := settings_problem(folder, stored_launch(folder), description, config, trainer_class.method):
         raise InputError(f"{recipe.where('train.resume_from_checkpoint')}: {problem}")

@@ -55,6 +55,7 @@ class Plan(NamedTuple):
         image_ids: Ids of tokens that are replaced by image features, if the model reads images.
         image_folder: Folder that relative paths of images start from.
         reasoning: Whether the reasoning of assistants is kept (keep) or dropped (drop).
+        weighted: Whether tokens have weights, by `text_weights` or by the column of spans.
         text_weights: Regular expressions of texts in the answer, with the weights of their tokens.
         group_column: Column by whose values the loss is logged.
         keep_prompt: Whether the raw prompt is kept next to its ids, for judges of answers.
@@ -80,6 +81,7 @@ class Plan(NamedTuple):
     image_folder: str | None = None
     reasoning: str | None = None
     keep_prompt: bool = False
+    weighted: bool = False
     text_weights: Mapping[str, float] | None = None
     group_column: str | None = None
     recorded: RecordedPlan | None = None

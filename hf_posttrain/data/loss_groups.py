@@ -12,6 +12,11 @@ from .dataset_type import AnyDatasets
 from .row_schema import MAX_GROUPS
 
 
+def group_column(config: object) -> str | None:
+    """Return the column by whose values a Config logs the loss, or None."""
+    return getattr(config, "log_loss_by", None)
+
+
 def read_group(row: Mapping[str, Any], column: str) -> str:
     """Return the value of a raw row.
 

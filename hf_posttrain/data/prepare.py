@@ -35,7 +35,7 @@ from .fingerprint import fingerprint
 from .formats import Sample, canonical_name, detect_format, rename_columns, unread_columns
 from .images import IMAGE_COLUMNS, IMAGES_TYPE, ImageReader, count_complete_images, get_image_reader
 from .json_rows import JsonValue
-from .loss_groups import read_group
+from .loss_groups import group_column, read_group
 from .messages import has_nested_null, without_none
 from .packing import example_lengths
 from .recorded_scores import build_recorded_plan, check_prepared, read_scores, recorded_columns
@@ -99,7 +99,7 @@ def prepare(
     extra_columns: tuple[str, ...] = TEACHER_COLUMNS if build_teacher_plan(config) else ()
     extra_columns += ("images",) if get_image_reader(tokenizer) else ()
     extra_columns += ("asked",) if getattr(config, "keep_asked", False) else ()
-    extra_columns += ("group",) if getattr(config, "log_loss_by", None) else ()
+    extra_columns += ("group",) if group_column(config) else ()
     extra_columns += ("token_weights",) if _has_weights(dataset, method, config) else ()
     extra_columns += recorded_columns(config)
 
@@ -112,7 +112,7 @@ def prepare(
     if is_typed and required <= {*kinds} <= required | ADDED_COLUMNS:
         _check_length(dataset, method.rows, config, name)
         check_prepared(dataset, config, name)
-        if "group" in kinds and not getattr(config, "log_loss_by", None):
+        if "group" in kinds and not group_column(config):
             dataset = dataset.remove_columns("group")
         return _with_unique_numbers(dataset)
 
@@ -258,15 +258,15 @@ def tokenize_dataset(
             and column in columns
             and (dataset.features or {}).get(column) != datasets.Value("null")
         ]
-        group_column = getattr(config, "log_loss_by", None)
-        if group_column and group_column not in columns:
-            raise InputError(f"log_loss_by: there is no column {group_column!r}{name_hint(group_column, columns)}")
+        if (group := group_column(config)) and group not in columns:
+            raise InputError(f"log_loss_by: there is no column {group!r}{name_hint(group, columns)}")
         teacher = build_teacher_plan(config)
         with_images = get_image_reader(tokenizer) is not None
         plan = build_plan(form, method, tokenizer, config, name)._replace(
             masks=tuple(masks),
             teacher=teacher,
-            recorded=build_recorded_plan(config, columns, tokenizer.get_vocab()),
+            recorded=build_recorded_plan(config, columns, tokenizer),
+            weighted=_has_weights(dataset, method, config),
         )
         if with_images:
             dataset = _without_decoding(dataset)
@@ -279,7 +279,7 @@ def tokenize_dataset(
         *(["images"] if with_images else []),
         *(["asked"] if plan.keep_prompt else []),
         *(["group"] if plan.group_column else []),
-        *(["token_weights"] if _has_weights(dataset, method, config) else []),
+        *(["token_weights"] if plan.weighted else []),
         *recorded_columns(config),
     )
     features = _features(method.rows, extra_columns=extra_columns)
@@ -361,7 +361,7 @@ def columns_read(dataset: AnyDataset, name: str, method: Reader, config: object)
     _check_unread_prompt(renamed, columns, form, name)
     unread = {*unread_columns(columns, form)}
     unread -= raw_teacher_columns(config, columns) | {*IMAGE_COLUMNS} | _answer_columns(method)
-    unread -= {getattr(config, "log_loss_by", None)}
+    unread -= {group_column(config)}
     return [theirs for theirs, ours in zip(_columns(dataset), columns, strict=True) if ours not in unread]
 
 
@@ -468,7 +468,7 @@ def collect_notes(
     used = {"index", "prompt_key", *ADDED_COLUMNS} - {*IMAGE_COLUMNS}
     used |= raw_teacher_columns(config, columns) | _answer_columns(method)
     used |= {*IMAGE_COLUMNS} if with_images else set()
-    used |= {getattr(config, "log_loss_by", None) or ""}
+    used |= {group_column(config) or ""}
     if unread := [column for column in unread_columns(columns, form) if column not in used]:
         notes[f"read as {form}; columns not read: {join_names(unread)}"] = logging.INFO
     for column, valid in column_inference.misspelled_columns(unread, columns, form, method).items():
@@ -590,7 +590,7 @@ def build_plan(form: str, method: Reader, tokenizer: PreTrainedTokenizerBase, co
         reasoning=option("reasoning"),
         keep_prompt=bool(option("keep_asked")),
         text_weights=text_weights,
-        group_column=option("log_loss_by"),
+        group_column=group_column(config),
     )
 
 
@@ -687,8 +687,12 @@ def tokenise(
                 "images": list(kept.images),
             }
         )
-    has_weights = plan.rows.masked and (plan.text_weights or SPAN_COLUMN in batch)
-    columns = (*plan.rows.columns, *FACTS, *(["images"] if reader else []), *(["token_weights"] if has_weights else []))
+    columns = (
+        *plan.rows.columns,
+        *FACTS,
+        *(["images"] if reader else []),
+        *(["token_weights"] if plan.weighted else []),
+    )
     if plan.recorded:
         extra_columns |= {column: [row[column] for row in scores] for column in scores[0]}
     return {column: [example[column] for example in examples] for column in columns} | extra_columns
@@ -703,7 +707,7 @@ def _with_weights(
     plan: Plan,
 ) -> list[Sample]:
     """Return encoded samples with the weights of `text_weights` and `span_weights`, if the rows have any."""
-    if not plan.rows.masked:
+    if not plan.weighted:
         return samples
     weighted = []
     for sample, raw, row, number in zip(samples, raw_samples, raw_rows, row_numbers, strict=True):

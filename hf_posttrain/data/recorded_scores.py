@@ -11,9 +11,12 @@ Legend: B tokens of an answer, T of them trained, K tokens of the top k.
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import InputError, error_context, name_hint, short_repr
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _COLUMNS = ("teacher_ids", "teacher_logps")
 """Columns of prepared rows: top tokens [T][K], and their log-probabilities [T][K]."""
@@ -42,13 +45,15 @@ def recorded_columns(config: object) -> tuple[str, ...]:
     return () if recorded_column(config) is None else _COLUMNS
 
 
-def build_recorded_plan(config: Any, columns: Sequence[str], vocabulary: Mapping[str, int]) -> RecordedPlan | None:
+def build_recorded_plan(
+    config: Any, columns: Sequence[str], tokenizer: "PreTrainedTokenizerBase"
+) -> RecordedPlan | None:
     """Return the plan for the recorded log-probabilities of a Config, or None if it does not read any.
 
     Args:
         config: The Config.
         columns: Columns of the raw rows.
-        vocabulary: Ids of the tokenizer.
+        tokenizer: The tokenizer.
 
     Raises:
         InputError: If the rows do not have the column.
@@ -58,7 +63,7 @@ def build_recorded_plan(config: Any, columns: Sequence[str], vocabulary: Mapping
         return None
     if column not in columns:
         raise InputError(f"teacher.logprobs_column: there is no column {column!r}{name_hint(column, columns)}")
-    return RecordedPlan(column, config.teacher.top_k, max(vocabulary.values()) + 1)
+    return RecordedPlan(column, config.teacher.top_k, max(tokenizer.get_vocab().values()) + 1)
 
 
 def check_prepared(rows: Any, config: Any, name: str) -> None:

@@ -51,6 +51,11 @@ OPTIONAL_COLUMNS = {"system", "tools", "input", "chat_template_kwargs"}
 """Raw columns that each row may have or lack."""
 
 
+def is_weight(value: object) -> bool:
+    """Return whether a value is a weight of tokens, a number from 0 to 1e6."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1e6
+
+
 class Reader(Protocol):
     """The name of a method, or of another consumer of rows, and the kind of rows that it reads."""
 

@@ -4,7 +4,6 @@ A token has the weight of the last pattern or span that it overlaps (a special t
 Tokens of weight 0 are not trained.
 """
 
-import math
 import re
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -21,7 +20,7 @@ from ..errors import InputError, short_repr
 from .align import token_bytes
 from .chat import special_ids
 from .formats import Sample
-from .row_schema import SPAN_COLUMN
+from .row_schema import SPAN_COLUMN, is_weight
 
 
 def weighted_sample(
@@ -44,8 +43,7 @@ def weighted_sample(
         InputError: A span is invalid, or its text is not in the answer.
     """
     [ids] = encoded.branches
-    special = special_ids(tokenizer)
-    table = _pieces(tokenizer)
+    table, special = _texts_of_ids(tokenizer)
     pieces = [table.get(token, b"") for token in ids]
     ends = [*accumulate(map(len, pieces))]
     text = b"".join(pieces).decode("utf-8", "surrogateescape")
@@ -113,13 +111,8 @@ def unused_patterns(rows: datasets.Dataset, patterns: Mapping[str, float]) -> li
     return [pattern for pattern, weight in patterns.items() if weight != 1 and float(np.float32(weight)) not in used]
 
 
-def is_weight(value: object) -> bool:
-    """Return whether a value is a valid weight."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and 0 <= value <= 1e6
-
-
 @lru_cache(maxsize=8)
-def _pieces(tokenizer: PreTrainedTokenizerBase) -> dict[int, bytes]:
-    """Return the text of each token id, including special tokens."""
-    special = {number: token.content.encode() for number, token in tokenizer.added_tokens_decoder.items()}
-    return special | token_bytes(tokenizer)
+def _texts_of_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[dict[int, bytes], set[int]]:
+    """Return the text of each token id, including special tokens, and the ids of special tokens."""
+    added = {number: token.content.encode() for number, token in tokenizer.added_tokens_decoder.items()}
+    return added | token_bytes(tokenizer), special_ids(tokenizer)

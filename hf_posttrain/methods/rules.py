@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..capabilities import Feature, conflict_message
+from ..data.row_schema import is_weight
 from ..data.template import parse_template
 from ..losses.names import DISCOPOP_TAU, DIVERGENCES, F_DIVERGENCES, SIMPO_GAMMA
 from ..models.config import TeacherSection
@@ -79,7 +80,7 @@ def text_weight_problems(values: Any) -> Iterator[Problem]:
             continue
         if matches_nothing:
             yield ("text_weights",), f"{name} matches an empty text. Write a pattern of at least one character"
-        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= MAX_FACTOR:
+        if not is_weight(weight):
             yield ("text_weights",), f"{name}={weight!r} must be a number from 0 to 1e6"
 
 

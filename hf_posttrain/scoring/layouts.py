@@ -214,11 +214,10 @@ def collate(
     tensors["row"] = torch.tensor([number for number, example in enumerate(examples) for _ in example.branches])
     for name in examples[0].columns:
         tensors[name] = torch.tensor([example.columns[name] for example in examples])
-    if single_branch[0].branches[0].weights is not None:
-        branches = [example.branches[0] for example in single_branch]
-        order = torch.unique_consecutive(tensors["owner"]).tolist()
-        tensors["target_weights"] = torch.cat([torch.tensor(branches[number].trained_weights) for number in order])
     batch = batch_class(**tensors)
+    if single_branch[0].branches[0].weights is not None:
+        weights = [example.branches[0].trained_weights for example in single_branch]
+        batch = batch.replace(target_weights=batch.per_token(weights))
     length = batch.input_ids.shape[1]
 
     # plain causal attention is enough if each row is a single document without branches

@@ -35,11 +35,6 @@ class DistillationBatch(MicroBatch):
     teacher_inputs: dict[str, TeacherBatch] | None = None  # by teacher; None if it reads this batch
     teacher_signal: TeacherSignal | HiddenStates | None = None  # from a cache or a server
 
-    def per_token(self, values: Sequence[Any]) -> Tensor:
-        """Concatenate values of the scored tokens of each branch to values of all scored tokens, [N, ...]."""
-        order = torch.unique_consecutive(self.owner).tolist()  # order of the branches in the batch
-        return torch.cat([torch.as_tensor(values[number]) for number in order])
-
 
 def teacher_batch(batch: MicroBatch, name: str) -> MicroBatch:
     """Return the input of a teacher for a batch of the student."""

@@ -91,7 +91,7 @@ def describe_options(args: Any, method: Method) -> dict[str, Any]:
 def describe_run(trainer: TrainerInterface) -> dict[str, Any]:
     """Return everything that the trained weights depend on, as JSON values by name. Every prepared row is read once."""
     args = trainer.args
-    columns = trainer.data_method.rows.columns + recorded_columns(args)
+    columns = hashed_columns(trainer.data_method, args)
     policy = forward.unwrap_model(trainer.model)
     causal = forward.causal_lm(policy)
     description = describe_options(args, trainer.method) | {
@@ -199,6 +199,11 @@ def _with_groups(then: Mapping[str, Any], groups: Mapping[str, OptionGroup]) -> 
     return values | {key: options.fingerprint() for key, options in old.items() if options is not None}
 
 
+def hashed_columns(method: Method, config: object) -> tuple[str, ...]:
+    """Return the columns of prepared rows on which the trained weights depend. Rows may lack some."""
+    return (*method.rows.columns, "token_weights", *recorded_columns(config))
+
+
 def describe_rows(rows: AnyDatasets | None, columns: Sequence[str]) -> Any:
     """Return the number of prepared rows and a hash of their tokens, labels and weights of tokens.
 
@@ -210,7 +215,6 @@ def describe_rows(rows: AnyDatasets | None, columns: Sequence[str]) -> Any:
     """
     if rows is None or isinstance(rows, dict):
         return rows and {name: describe_rows(part, columns) for name, part in rows.items()}
-    columns = [*columns, "token_weights"]
     if "index" not in (getattr(rows, "column_names", None) or ()):
         return None
     if not isinstance(rows, datasets.Dataset):
