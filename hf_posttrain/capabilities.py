@@ -63,6 +63,7 @@ class Feature(StrEnum):
     MODEL_JUDGE = "a judge that is a model"
     SEQUENCE_PARALLEL = "sequence parallelism"
     SHARDED = "sharded weights"
+    FLATTENED = "flattened weights (ZeRO-1 and ZeRO-2)"
     SAMPLE_URL = "sample --url"
 
 
@@ -83,6 +84,7 @@ _CHUNKS = "the tokens of such a teacher are aligned with the student's by text s
 _NO_ANSWERS = "it has no language modeling head, and generates no answers"
 _LENGTH = "the number of rows must be known"
 _OTHER_TEXT = "such a teacher reads another text before the answer"
+_WHOLE_MATRICES = ("its update requires whole matrices", "Use one GPU or DDP, or another optimizer")
 _ONE_DOCUMENT = "each row must be one document, and rows are split"
 
 CONFLICTS: tuple[Conflict, ...] = (
@@ -124,7 +126,8 @@ CONFLICTS: tuple[Conflict, ...] = (
         "the updated weights are not sharded",
         "Use one GPU or DDP, or remove sync_ref_model",
     ),
-    Conflict(_F.MUON, _F.SHARDED, "its update requires whole matrices", "Use one GPU or DDP, or another optimizer"),
+    Conflict(_F.MUON, _F.SHARDED, *_WHOLE_MATRICES),
+    Conflict(_F.MUON, _F.FLATTENED, *_WHOLE_MATRICES),
     Conflict(_F.SEQUENCE_PARALLEL, _F.ROUNDS, "rows must be known before training"),
     Conflict(_F.ROUNDS, _F.TEACHER, "a method with a teacher does not learn from judged answers"),
     Conflict(_F.PACKING, _F.SEQUENCE_PARALLEL, _ONE_DOCUMENT),

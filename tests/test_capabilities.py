@@ -70,7 +70,7 @@ ELSEWHERE = {  # features that no option selects, and recipes that do
 }
 APART = (Feature.PREFETCH, Feature.ROUNDS)
 """The sampler of rounds, in a test of its own: the option of the train section belongs to a method with a teacher."""
-OF_TRAINERS = {Feature.SEQUENCE_PARALLEL, Feature.SHARDED, Feature.SAMPLE_URL}
+OF_TRAINERS = {Feature.SEQUENCE_PARALLEL, Feature.SHARDED, Feature.FLATTENED, Feature.SAMPLE_URL}
 """Features that only a trainer or a command knows: tests of engines and `sample` have their errors."""
 
 

@@ -103,7 +103,7 @@ class MemoryEstimate:
         others = [f"{name} {size / GIB:.2f}" for name, size in self.phases.items() if name != self.phase]
         lines += [f"  other parts of the run: {', '.join(others)}"] if others else []
         lines += [f"  in host memory for it: {self.host / GIB:.2f}"] if self.host else []
-        lines += [f"  hidden states of the teacher on disk: up to {self.disk / GIB:.2f}"] if self.disk else []
+        lines += [f"  hidden states of the teacher on disk: up to {self.disk / GIB:.2f} GiB"] if self.disk else []
         return lines + [f"  {line}" for line in (*self.notes, *self.advice)]
 
 

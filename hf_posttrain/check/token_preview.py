@@ -116,6 +116,7 @@ class TokenAudit:
     stops: dict[int, str] = field(default_factory=dict)  # ids that end an answer, here and in generation -> tokens
     answers: int = 0  # audited answers that are trained: completions, or chosen and rejected
     ended: int = 0  # those with one of `stops` as last token, trained
+    masked_ends: int = 0  # those with one of `stops` as last token, not trained
     pad: str | None = None  # the padding token
     pad_is_eos: bool = False  # harmless: trained tokens are determined by lengths, never by the pad id
     padded: int = 0  # examples with a padding token that is not the EOS; some tokenizers use it for unknown text
@@ -134,7 +135,9 @@ class TokenAudit:
             yield f"{problem}. Remove it from the texts, or from the chat template"
         if self.answers and not self.ended:
             ends = ", ".join(self.stops.values())
-            yield f"no answer ends with a trained {ends}. The model would never learn to stop. Raise train.max_length"
+            problem = f"no answer ends with a trained {ends}. The model would never learn to stop"
+            masked = f"{self.masked_ends} answers have it, but it is masked or has weight 0. Train their last token"
+            yield f"{problem}. {masked if self.masked_ends else 'Raise train.max_length'}"
         if self.padded > PADDED_SHARE * self.examples:
             cause = "The texts contain it, or it represents text that this tokenizer does not know"
             fix = "Remove it from the texts, or use another tokenizer"
@@ -325,7 +328,9 @@ def audit_tokens(
         audit.padded = sum(any(pad in ids for _, ids, _ in example) for example in examples)
     trained = [(ids, mask) for example in examples for _, ids, mask in example if any(mask)]
     audit.answers = len(trained)
-    audit.ended = sum(ids[-1] in audit.stops and bool(mask[-1]) for ids, mask in trained)
+    stop_masks = [bool(mask[-1]) for ids, mask in trained if ids[-1] in audit.stops]
+    audit.ended = sum(stop_masks)
+    audit.masked_ends = len(stop_masks) - audit.ended
     aligned = next((section for _, section in recipe.teacher_sections() if section.own_tokenizer), None)
     if aligned is not None:
         audit.compares_vocabularies = not aligned.url and getattr(config, "loss_type", "") != POLICY_GRADIENT

@@ -186,16 +186,16 @@ def merge_shards(section: ModelSection, checkpoint: Path, folder: Path) -> str:
     # of tied weights, one name suffices
     required = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
     state = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in state.items()}
+    fix = "Set --base to the model that the run started from"
     try:
         result = model.load_state_dict(state, strict=False, assign=True)
     except RuntimeError as error:
         mismatch = str(error).partition("size mismatch for ")[2].partition("\n")[0]
-        raise InputError(f"{checkpoint} does not fit {section.name_or_path}: {mismatch}") from error
+        raise InputError(f"{checkpoint} does not fit {section.name_or_path}. {mismatch}. {fix}") from error
     missing = [name for name in result.missing_keys if name in required]
     for names, place in ((result.unexpected_keys, "model"), (missing, "checkpoint")):
         if names:
             problem = f"The {place} lacks {len(names)} weights, {names[0]} first"
-            fix = "Set --base to the model that the run started from"
             raise InputError(f"{checkpoint} does not fit {section.name_or_path}. {problem}. {fix}")
     model.tie_weights()
 

@@ -112,6 +112,8 @@ def prepare(
     if is_typed and required <= {*kinds} <= required | ADDED_COLUMNS:
         _check_length(dataset, method.rows, config, name)
         check_prepared(dataset, config, name)
+        if isinstance(dataset, datasets.Dataset):
+            _report_unused_patterns(dataset, method, config, name)
         if "group" in kinds and not group_column(config):
             dataset = dataset.remove_columns("group")
         return _with_unique_numbers(dataset)
@@ -163,9 +165,7 @@ def prepare(
             ", ".join(map(str, unknown_rows[:5])),
         )
     kept = mapped.select(np.flatnonzero(~lost)) if lost.any() else mapped
-    if method.rows.masked and (unused := unused_patterns(mapped, getattr(config, "text_weights", None) or {})):
-        problem = "no token has its weight, so that it matches no answer"
-        logger.warning("%s: text_weights[%r]: %s. Correct or remove it", name, unused[0], problem)
+    _report_unused_patterns(mapped, method, config, name)
     return kept.select_columns(columns).add_column("index", np.arange(len(kept)))
 
 
@@ -200,6 +200,13 @@ def _check_length(prepared: AnyDataset, rows: RowKind, config: object, name: str
 def _has_weights(dataset: AnyDataset, method: Reader, config: object) -> bool:
     """Return whether tokens of the rows have weights."""
     return method.rows.masked and bool(getattr(config, "text_weights", None) or SPAN_COLUMN in _columns(dataset))
+
+
+def _report_unused_patterns(rows: datasets.Dataset, method: Reader, config: object, name: str) -> None:
+    """Warn of a pattern of `text_weights` whose weight no token has."""
+    if method.rows.masked and (unused := unused_patterns(rows, getattr(config, "text_weights", None) or {})):
+        problem = "no token has its weight, so that it matches no answer"
+        logger.warning("%s: text_weights[%r]: %s. Correct or remove it", name, unused[0], problem)
 
 
 def _columns(dataset: AnyDataset) -> list[str]:

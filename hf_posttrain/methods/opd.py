@@ -66,7 +66,7 @@ class OPDConfig(DistillationConfig):
         token_weights: Weighting of the tokens: cumulative, top_share, extremes, bounded or sign, or {name, option:
             number}.
         diagnostics: Log in each logged step at which positions of the rollouts student and teacher differ, including
-            the noise of training (dropout, NEFTune). Disabled with teacher.precompute.
+            the noise of training (dropout, NEFTune). Disabled with a precomputed teacher.top_k.
 
     Example:
         ```python
@@ -122,7 +122,7 @@ class OPDConfig(DistillationConfig):
     diagnostics: bool = option(
         True,
         "Log in each logged step at which positions of the rollouts student and teacher differ, including the noise of "
-        "training (dropout, NEFTune). Disabled with teacher.precompute.",
+        "training (dropout, NEFTune). Disabled with a precomputed teacher.top_k.",
     )
 
     def _validate(self) -> None:

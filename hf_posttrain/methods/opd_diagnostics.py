@@ -23,6 +23,7 @@ from ..scoring.head import Tile, TileFunction
 from ..scoring.teacher_tiles import TeacherLogits
 from ..teachers.cross_tokenizer import CrossTokenizerTeacher
 from ..teachers.eos import MergedEOS
+from ..teachers.signal import HiddenStates
 
 logger = logging.getLogger(__name__)
 
@@ -252,6 +253,8 @@ class DiagnosticsBuilder:
 
     def can_compare(self, batch: RolloutBatch) -> bool:
         """Return whether student and teacher can be compared over the whole vocabulary."""
+        if isinstance(batch.teacher_signal, HiddenStates):
+            return True
         teacher = self.trainer.teacher
         same_tokenizer = not isinstance(teacher, CrossTokenizerTeacher)
         return bool(teacher and teacher.dense and same_tokenizer and batch.teacher_signal is None)

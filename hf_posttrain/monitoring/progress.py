@@ -41,6 +41,8 @@ LOG_INTERVAL = 30.0
 _LINE = "step {n_fmt}/{total_fmt}  {desc}  {elapsed}<{remaining}"
 _BAR = "{percentage:3.0f}%|{bar:16}| {n_fmt}/{total_fmt}  {elapsed}<{remaining}"  # fits into 80 columns
 _EVALUATION = "evaluation |{bar:16}| {n_fmt}/{total_fmt}  {elapsed}<{remaining}"
+MAX_LOSSES = 4
+"""Maximum number of losses of sources in a line."""
 _HIDDEN_SUFFIXES = ("epoch", "_runtime", "_per_second", "_time", "total_flos", "_clamped")
 """Suffixes of keys in the log of an evaluation that are no results."""
 _ROUND_METRICS = ("score", "best_score", "stopped", "length", "rows", "left_out")
@@ -48,8 +50,12 @@ _ROUND_METRICS = ("score", "best_score", "stopped", "length", "rows", "left_out"
 
 
 def format_metrics(logs: Mapping[str, Any], key_metrics: Mapping[str, str]) -> str:
-    """Format the loss, the key metrics and the tokens per second of a training log as "name value  name value"."""
-    names = {"loss": "loss", **key_metrics}
+    """Format the losses, the key metrics and the tokens per second of a training log as "name value  name value".
+
+    The losses of more than MAX_LOSSES sources are left out.
+    """
+    losses = [key for key in logs if key.startswith("loss/")]
+    names = {"loss": "loss", **{key: key for key in losses if len(losses) <= MAX_LOSSES}, **key_metrics}
     entries = [f"{name} {_format_number(logs[key])}" for key, name in names.items() if key in logs]
     if "tokens_per_second" in logs:
         entries.append(f"{logs['tokens_per_second']:,.0f} tokens/s")

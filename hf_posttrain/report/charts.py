@@ -91,8 +91,11 @@ def make_charts(histories: Mapping[str, History]) -> list[Chart]:
     """
     known = {metric for kind in KINDS for metric in kind.metrics} | {*NOT_CHARTED}
     others = [name for name in list_metrics(*histories.values()) if name not in known]
+    losses = [name for name in others if name.startswith("loss/")]  # of each source or value of a column
+    loss_kind = Kind(KINDS[0].group, "Loss by source or value", losses)
+    other_kinds = [Kind("Other metrics", name, [name]) for name in others if name not in losses]
     lines: dict[tuple[str, str, str], list[Line]] = {}
-    for kind in [*KINDS, *(Kind("Other metrics", name, [name]) for name in others)]:
+    for kind in [KINDS[0], loss_kind, *KINDS[1:], *other_kinds]:
         for color, metric in enumerate(kind.metrics):
             # a single metric needs no label, since the title is its name
             label = metric.rpartition("/")[2] if len(kind.metrics) > 1 else ""

@@ -21,22 +21,25 @@ from .vision_inputs import VisionInputs
 logger = logging.getLogger(__name__)
 
 
-def choose_layout(models: Sequence[PreTrainedModel], layout: str, max_length: int | None = None) -> str:
+def choose_layout(
+    models: Sequence[PreTrainedModel], layout: str, max_length: int | None = None, current: str | None = None
+) -> str:
     """Return the layout for all of `models`.
 
-    The choice for `auto` is logged, unless it is the same without the last model.
+    The choice for `auto` is logged, unless it is the current layout.
 
     Args:
         models: Causal LMs that score the same batches.
         layout: `auto` for the cheapest supported layout, or an explicit layout.
         max_length: Limit of row lengths in tokens, None without a limit.
+        current: The layout so far.
 
     Raises:
         InputError: If a model does not support the explicit layout.
     """
     layouts, reason = supported_layouts(models, max_length)
     if layout == "auto":
-        if len(models) == 1 or layouts[0] != supported_layouts(models[:-1], max_length)[0][0]:
+        if layouts[0] != current:
             logger.info("layout: %s (%s)", layouts[0], reason)
         return layouts[0]
     if layout not in layouts:

@@ -315,7 +315,8 @@ class PostTrainer(StepMixin, EvaluationMixin, SavingMixin, ResumeMixin, Optimize
         self.second_key = " ".join(keys) or self.second_key
         self.scored = self.scored[:1] + [forward.causal_lm(second.model) for second in seconds]
         self.check_ids(self.train_dataset, self.eval_dataset)
-        self.use_layout(choose_layout(self.scored, self.args.layout, self.args.max_length))
+        current = self.data_collator.layout
+        self.use_layout(choose_layout(self.scored, self.args.layout, self.args.max_length, current))
 
     def use_layout(self, layout: str) -> None:
         """Set the layout of batches, and their number of rows according to the attention of the models."""

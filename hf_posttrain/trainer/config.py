@@ -247,11 +247,9 @@ class PostTrainConfig(TrainingArguments, metaclass=ConfigMeta):
         if uses_muon:
             self.optim = rules.MUON
             engine = requested_engine(self)
-            if engine.sharding_engine:
-                raise InputError(conflict_message(Feature.MUON, Feature.SHARDED))
-            if engine.zero:
-                problem = f"optim: muon cannot be combined with ZeRO-{engine.zero}, which flattens the matrices"
-                raise InputError(f"{problem}. Use one GPU or DDP, or another optimizer")
+            if engine.sharding_engine or engine.zero:
+                layout = Feature.SHARDED if engine.sharding_engine else Feature.FLATTENED
+                raise InputError(conflict_message(Feature.MUON, layout))
 
         if self.torch_compile and not self.tf32 and is_torch_tf32_available():
             enable_tf32(False)  # TrainingArguments enables it with torch_compile, for the whole process

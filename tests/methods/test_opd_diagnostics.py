@@ -255,3 +255,17 @@ def test_a_student_is_its_own_equal(tmp_path, monkeypatch):
     assert log["distill/top1_agreement"] == 1
     assert log["position/kl_1"] == pytest.approx(0, abs=1e-6)
     assert log["distill/student_entropy"] == pytest.approx(log["distill/teacher_entropy"])
+
+
+def test_cached_hidden_states_give_the_diagnostics_of_the_teacher(tmp_path):
+    logs = []
+    for folder, teacher in (("cached", {"precompute": True}), ("online", {})):
+        models = tiny_model(), tiny_model(seed=9)
+        options = STEPS | {"max_steps": 1, "rollouts": "frozen", "teacher": teacher}
+        trainer = trainer_for("opd", models[0], token_rows("opd", 8), tmp_path / folder, second=models[1], **options)
+        trainer.train()
+        logs.append(trainer.state.log_history[0])
+    measured = [key for key in logs[1] if key.startswith("position/")] + ["distill/near_mass", "distill/special_share"]
+    assert len(measured) > 8
+    for key in measured:
+        assert logs[0][key] == pytest.approx(logs[1][key], rel=1e-5, abs=1e-7), key

@@ -89,6 +89,9 @@ def test_figures_of_a_log():
     expected = "loss 0.6931  margin 1.235e+06  KL -0.0001235  41,234 tokens/s"
     assert progress.format_metrics(logs, TABLE["kto"].key_metrics) == expected
     assert progress.format_metrics({"loss": float("nan")}, {}) == "loss nan"
+    losses = {"loss": 0.5, "loss/math": 0.25, "loss/chat": 0.75, "distill/ce": 1.0}
+    assert progress.format_metrics(losses, {}) == "loss 0.5  loss/math 0.25  loss/chat 0.75"
+    assert progress.format_metrics({f"loss/{n}": 1.0 for n in range(9)} | {"loss": 1.0}, {}) == "loss 1"
 
 
 def test_time_left_is_that_of_this_run(monkeypatch):

@@ -215,6 +215,16 @@ def test_training_and_evaluation_share_a_chart_and_unknown_metrics_have_their_ow
     }
 
 
+def test_losses_of_sources_share_a_chart_after_the_loss():
+    log = [
+        {"step": 1, "loss": 1.0, "loss/math": 0.5, "loss/data/chat": 2.0, "kl": 0.1},
+        {"step": 1, "eval_loss/math": 3.0},
+    ]
+    drawn = charts.make_charts({"run": read_history(log)})
+    assert [chart.title for chart in drawn] == ["Loss", "Loss by source or value", "KL estimate"]
+    assert [line.label for line in drawn[1].lines] == ["chat, training", "math, training", "math, evaluation"]
+
+
 def test_every_metric_of_the_trainers_has_a_chart_of_its_kind():
     """Keys that trainers log stand in double quotes with a slash; see the methods' `_metrics`."""
     known = {metric for kind in charts.KINDS for metric in kind.metrics} | {*charts.NOT_CHARTED}

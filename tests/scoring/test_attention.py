@@ -139,6 +139,24 @@ def test_one_plain_document_needs_no_gathering(varlen):
     assert_equal(scored(model, batch), expected)
 
 
+@pytest.mark.parametrize("name", ["qwen3", "gemma3"])
+def test_segments_of_the_same_size_are_attended_together(name, monkeypatch):
+    model = tiny_model(name)
+    forward.enable_scoring(model)
+    examples = [*EXAMPLES, *EXAMPLES, *EXAMPLES[:2]]
+    expected = with_mask(model, examples, "shared")
+    attention_selection.choose_attention(model, CPU)
+    batch = collate(examples, "shared", row_multiple=1)
+    calls = []
+    attend = attention.sdpa_attention_forward
+    monkeypatch.setattr(
+        attention, "sdpa_attention_forward", lambda *args, **kw: calls.append(args) or attend(*args, **kw)
+    )
+    assert_equal(scored(model, batch), expected)
+    assert len(calls) == model.config.num_hidden_layers * len({*batch["segments"]["sizes"]})
+    assert len(calls) < model.config.num_hidden_layers * len(batch["segments"]["sizes"]) / 2
+
+
 def test_a_row_that_was_not_cut_is_attended_with_its_mask():
     """Batches of two models, one of which takes no pieces, have several rows."""
     model = tiny_model()

@@ -117,7 +117,7 @@ def test_factors_are_positive_numbers_by_expressions(factors, tmp_path):
 
 @pytest.mark.engines
 @pytest.mark.parametrize(
-    ("stage", "reason"), [(1, "ZeRO-1, which flattens"), (2, "ZeRO-2, which flattens"), (3, "shard")]
+    ("stage", "reason"), [(1, "flattened weights"), (2, "flattened weights"), (3, "sharded weights")]
 )
 def test_muon_is_refused_under_zero(stage, reason, tmp_path):
     sizes = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}
