@@ -150,10 +150,9 @@ def _of_hf_posttrain(words: list[str], runs: bool) -> None:
 def small_command(words: list[str]) -> list[str]:
     """A command with options that make it one of seconds. The models are random: their answers are never right, and do
     not end."""
-    known = {"--by exact_match": "--by function hub_for_tests:even_bytes", "--method dpo": "--method dpo --unfinished"}
     line = " ".join(words) if words and words[0] in ("judge", "pair") else ""
-    for before, after in known.items():
-        line = line.replace(before, after)
+    line = line.replace("--by exact_match", "--by function hub_for_tests:even_bytes")
+    line += " --unfinished" if line.startswith("pair") else ""
     more = {"sample": ["--limit", "16"], "eval": ["--limit", "4"]}.get(words[0] if words else "", [])
     return line.split() if line else [*words, *(more if "--limit" not in words else [])]
 
