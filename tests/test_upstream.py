@@ -33,6 +33,7 @@ import torch
 import transformers
 from accelerate.utils import FullyShardedDataParallelPlugin
 from models_for_tests import tiny_model
+from tokenizers_for_tests import byte_tokenizer
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -58,6 +59,9 @@ class Need(NamedTuple):
 NEEDS = {need.symbol: need for need in [
     Need("transformers.PreTrainedModel._weight_conversions", "models/load.py",
          "what was done to weights while they were loaded, and is undone while they are saved; absent: the usual"),
+    # ---- transformers: chat templates
+    Need("transformers.utils.chat_template_utils._compile_jinja_template", "data/chat.py",
+         "the template with which apply_chat_template renders: its result without the preparation of each message"),
     # ---- transformers: processors
     Need("transformers.ProcessorMixin._process_images", "data/images.py",
          "of pictures it gives the tensors for the model and the text that stands for each"),
@@ -456,6 +460,17 @@ def _(tmp_path):
     assert "_weight_conversions" in vars(loaded)
     del loaded._weight_conversions
     loaded.save_pretrained(tmp_path / "again")
+
+
+@canary("transformers.utils.chat_template_utils._compile_jinja_template")
+def _():
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    tokenizer = byte_tokenizer("{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}")
+    messages = [{"role": "user", "content": " a "}, {"role": "assistant", "content": ""}]
+    compiled = _compile_jinja_template(tokenizer.chat_template)
+    text = compiled.render(messages=messages, tools=None, documents=None, **tokenizer.special_tokens_map)
+    assert text == tokenizer.apply_chat_template(messages, tokenize=False)
 
 
 @canary("transformers.ProcessorMixin._process_images", "transformers.ProcessorMixin._merge_kwargs")

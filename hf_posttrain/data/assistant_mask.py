@@ -5,11 +5,16 @@ It comes from the {% generation %} tags of the chat template if it has them, oth
 
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
-from itertools import accumulate, groupby
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
 from operator import itemgetter
 from typing import Any, NamedTuple
+
+from tokenizers import Encoding
+from transformers import PreTrainedTokenizerBase
 
 from ..errors import InputError, short_repr
 from . import chat
@@ -20,66 +25,154 @@ MASK_OPTIONS = "train_on or assistant_only_loss"
 """The options that require this mask, for messages."""
 
 
-def assistant_mask(
-    template: chat.ChatTemplate, messages: Messages, full: str = "", chosen: Collection[int] | None = None
-) -> tuple[list[int], list[int]]:
-    """Return the ids of a conversation, and a mask that is 1 for each assistant's content, calls and turn end.
+class Conversation(NamedTuple):
+    """A rendered conversation of which the tokens of assistants are trained.
+
+    Attributes:
+        template: The chat template with its tokenizer.
+        messages: The messages.
+        full: Their rendering, without white space at its end.
+        chosen: Numbers of the assistant messages that are trained, or None for all of them.
+        prompt: Rendered prompt of which no token is trained, or None.
+    """
+
+    template: chat.ChatTemplate
+    messages: Messages
+    full: str
+    chosen: Collection[int] | None = None
+    prompt: str | None = None
+
+
+def assistant_masks(
+    tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Conversation]
+) -> Iterator[tuple[list[int], list[int]]]:
+    """Yield the ids of each conversation, and a mask that is 1 for each assistant's content, calls and turn end.
 
     Turns without content and calls are not trained. Both lists end with the last 1 of the mask.
 
     Args:
-        template: The chat template with its tokenizer.
-        messages: The conversation.
-        full: The rendered conversation, if it is known.
-        chosen: Numbers of the assistant messages that are trained, or None for all of them.
+        tokenizer: A fast tokenizer.
+        conversations: Conversations that are rendered with this tokenizer.
 
-    Returns:
+    Yields:
         Token ids and mask, both [L].
 
     Raises:
         InputError: If no turn is trained, if the text before a turn differs from the text that generation would start
-            from, or if a part of an assistant's message is not in its turn.
+            from, or if a part of an assistant's message is not in its turn. For the first such conversation, in its
+            place.
     """
-    tokenizer = template.tokenizer
-    end_id = chat.turn_end_id(tokenizer, template.kwargs)
+    if not conversations:
+        return
+    texts = []
+    spans_of = []
+    for conversation in conversations:
+        text, spans = conversation.full, None
+        if GENERATION_TAG.search(conversation.template.text):
+            tagged_text, spans = conversation.template.tagged_spans(conversation.messages)
+            text = tagged_text if conversation.chosen is None else text
+        texts.append(text)
+        spans_of.append(spans)
+    encoded = chat.tokenize(tokenizer, texts)
+    prompts = [conversation.prompt or "" for conversation in conversations]
+    prompt_lengths = map(len, chat.with_prefix(tokenizer, chat.ids_of_prompts(tokenizer, prompts, encoded)))
+    tokens = _Tokens(tokenizer)
+    encodings: Any = encoded.encodings
+    rows = zip(conversations, spans_of, encoded["input_ids"], encodings, prompt_lengths, strict=True)
+    for conversation, spans, ids, encoding, prompt_length in rows:
+        template, messages, full, _, prompt = conversation
+        rendered = _RenderedConversation(template, messages, tokens.end_id(template), full, ids, encoding, tokens)
+        ids, mask = _trained_tokens(rendered, conversation.chosen, spans)
+        if prompt is not None:
+            chat.text_after(prompt, full)  # checks that the answer begins after the tokens of the prompt
+            mask = [0] * prompt_length + mask[prompt_length:]
+        yield ids, mask
 
+
+class _Tokens:
+    """Facts about a tokenizer, which are determined once for all conversations of a batch."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+        self.special = chat.special_ids(tokenizer)
+        self.prefix = chat.prefix_ids(tokenizer)
+        self._end_ids: dict[str, int] = {}  # by the options of the template
+        self._visible: dict[int, bool] = {}
+
+    def end_id(self, template: chat.ChatTemplate) -> int:
+        """Return the id that ends an assistant turn."""
+        key = repr(template.kwargs or None)
+        if key not in self._end_ids:
+            self._end_ids[key] = chat.turn_end_id(self.tokenizer, template.kwargs)
+        return self._end_ids[key]
+
+    def have_text(self, ids: Sequence[int]) -> bool:
+        """Return whether ids have a text other than white space and special tokens."""
+        return any(map(self._is_visible, ids)) or bool(self._text(ids))
+
+    def _is_visible(self, token: int) -> bool:
+        """Return whether a token is visible in each text. A part of a character is not known to be."""
+        if token not in self._visible:
+            text = self._text([token])
+            self._visible[token] = bool(text) and "\N{REPLACEMENT CHARACTER}" not in text
+        return self._visible[token]
+
+    def _text(self, ids: Sequence[int]) -> str:
+        return str(self.tokenizer.decode([*ids], skip_special_tokens=True)).strip()
+
+
+def _trained_tokens(
+    rendered: "_RenderedConversation", chosen: Collection[int] | None, spans: Sequence[tuple[int, int]] | None
+) -> tuple[list[int], list[int]]:
+    """Return ids and mask of a conversation.
+
+    Args:
+        rendered: The conversation.
+        chosen: Numbers of the assistant messages that are trained, or None for all of them.
+        spans: Begin and end of each text within {% generation %} tags, or None for a template without them.
+    """
+    ids, messages, end_id, tokens = rendered.ids, rendered.messages, rendered.end_id, rendered.tokens
     # 1. find the tokens of assistants
-    full = full or template.render(messages)
-    is_tagged = bool(GENERATION_TAG.search(template.text))
-    if is_tagged:
-        ids, mask, offsets = _tagged_mask(template, messages, end_id, full)
-    if not is_tagged or chosen is not None:
-        ids, rendered_mask, offsets = _rendered_mask(template, messages, end_id, full, chosen)
-        # tags do not identify their message
-        mask = [*map(min, mask, rendered_mask)] if is_tagged else rendered_mask
+    if spans is None:
+        mask = _rendered_mask(rendered, chosen)
+    else:
+        mask = _tagged_mask(rendered, spans)
+        if chosen is not None:  # tags do not identify their message
+            mask = bytearray(map(min, mask, _rendered_mask(rendered, chosen)))
 
     # 2. exclude tokens after the end of each turn (a line break, a second end), and turns that consist of an end alone,
     # which would train empty answers. If a template writes no headers, consecutive assistant turns are one run
-    end_counts = [0, *accumulate(int(i == end_id) for i in ids)]
-    for _, turn in groupby(range(len(ids)), lambda n: (mask[n], end_counts[n])):
-        positions = [*turn]
-        start = positions[0]
-        stop = positions[-1] + 1
-        if not str(tokenizer.decode(ids[start:stop], skip_special_tokens=True)).strip():
-            mask[start:stop] = [0] * (stop - start)
-    runs = [[*run] for is_trained, run in groupby(range(len(ids)), mask.__getitem__) if is_trained]
+    for start, stop in [*_runs(mask)]:
+        while start < stop:
+            piece_end = ids.index(end_id, start, stop) + 1 if end_id in ids[start:stop] else stop
+            if not tokens.have_text(ids[start:piece_end]):
+                mask[start:piece_end] = bytes(piece_end - start)
+            start = piece_end
+    runs = [*_runs(mask)]
     if not runs:
         hint = "" if chosen is None else ", or all that it wrote is excluded (weight: 0)"
         raise InputError(f"{MASK_OPTIONS}: no token of this conversation was written by an assistant{hint}")
     answers = {n for n, m in enumerate(messages) if m["role"] == "assistant" and (chosen is None or n in chosen)}
-    rendered = _RenderedConversation(template, messages, end_id, full, ids, offsets)
-    _check_coverage(rendered, answers, [(offsets[run[0]][0], offsets[run[-1]][1]) for run in runs])
+    _check_coverage(rendered, answers, [(rendered.span(start)[0], rendered.span(stop - 1)[1]) for start, stop in runs])
 
     # 3. drop the tokens after the last trained token (a user's turn, a line break), and end an open last turn
-    size = runs[-1][-1] + 1
-    last = messages[-1]
-    is_ended = ids[size - 1] in {end_id} | chat.special_ids(tokenizer)  # a call may have another end
-    end = [end_id] if len(messages) - 1 in answers and text_of(last).strip() and not is_ended else []
+    size = runs[-1][-1]
+    is_ended = ids[size - 1] == end_id or ids[size - 1] in tokens.special  # a call may have another end
+    end = [end_id] if len(messages) - 1 in answers and text_of(messages[-1]).strip() and not is_ended else []
 
     # 4. one BOS: it is written by some templates, and by the tokenizer for others
-    prefix = chat.prefix_ids(tokenizer)
-    prefix = [] if ids[: len(prefix)] == prefix else prefix
-    return prefix + ids[:size] + end, [0] * len(prefix) + mask[:size] + [1] * len(end)
+    prefix = [] if ids[: len(tokens.prefix)] == tokens.prefix else tokens.prefix
+    return prefix + ids[:size] + end, [0] * len(prefix) + [*mask[:size]] + [1] * len(end)
+
+
+def _runs(mask: bytearray) -> Iterator[tuple[int, int]]:
+    """Yield the begin and end of each run of 1 in a mask."""
+    start = mask.find(1)
+    while start >= 0:
+        stop = mask.find(0, start)
+        stop = len(mask) if stop < 0 else stop
+        yield start, stop
+        start = mask.find(1, stop)
 
 
 def _check_coverage(rendered: "_RenderedConversation", answers: Collection[int], turns: list[tuple[int, int]]) -> None:
@@ -113,7 +206,7 @@ def _check_coverage(rendered: "_RenderedConversation", answers: Collection[int],
                 continue
             if rendered.begins_with(n, text, turns):
                 continue
-            if {*chat.plain_ids(tokenizer, [text])[0]} - chat.special_ids(tokenizer):
+            if {*chat.plain_ids(tokenizer, [text])[0]} - rendered.tokens.special:
                 problem = f"message {n} (assistant): {short_repr(text)} would not be trained"
                 reason = "The chat template writes it outside of its turn, or its {% generation %} tags exclude it"
                 raise InputError(f"{MASK_OPTIONS}: {problem}. {reason}")
@@ -127,68 +220,58 @@ def _occurrences(text: str, full: str) -> Iterator[int]:
         position = full.find(text, position + 1)
 
 
-_MaskedIds = tuple[list[int], list[int], list[tuple[int, int]]]
-"""Token ids, mask, and (begin, end) of each token in the text."""
+def _tagged_mask(rendered: "_RenderedConversation", spans: Sequence[tuple[int, int]]) -> bytearray:
+    """Return the mask from the generation tags of the template.
 
-
-def _tagged_mask(template: chat.ChatTemplate, messages: Messages, end_id: int, full: str) -> _MaskedIds:
-    """Return ids, mask and offsets from the generation tags of the template."""
-    options: dict[str, Any] = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
-    options |= {"tokenizer_kwargs": {"return_offsets_mapping": True}}
-    encoded = template.apply(messages, **options)
-    ids = list(encoded["input_ids"])
-    mask = list(encoded["assistant_masks"])
-    offsets = encoded["offset_mapping"]
-    if template.expansions:  # transformers has no expansions: map its token positions to the text with expansions
-        begins = [begin for (begin, _), is_trained in zip(offsets, mask, strict=True) if is_trained]
-        positions = template.expanded_positions(messages, begins)
-        encoded = template.tokenizer(full, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        ids = encoded["input_ids"]
-        offsets = encoded["offset_mapping"]
-        mask = [int(begin in positions) for begin, _ in offsets]
-    for n in range(1, len(ids)):
-        # the turn end right after a tagged span is also trained. If the last character of a span is split into several
-        # tokens, transformers marks only the first of them, so the others are marked here
-        ends_turn = ids[n] == end_id and ids[n - 1] != end_id
-        if mask[n - 1] and (ends_turn or offsets[n][0] < offsets[n - 1][1]):
-            mask[n] = 1
+    Args:
+        rendered: The conversation.
+        spans: Begin and end of each text within the tags.
+    """
+    ids, offsets, end_id = rendered.ids, rendered.offsets, rendered.end_id
+    mask = bytearray(len(ids))
+    for begin, end in spans:
+        start = bisect_right(offsets, begin, key=itemgetter(1))
+        stop = max(start, rendered.token_at(end))
+        # the turn end right after a tagged span is also trained, and all tokens of its last character
+        while start < stop < len(ids) and (
+            (ids[stop] == end_id and ids[stop - 1] != end_id) or offsets[stop][0] < offsets[stop - 1][1]
+        ):
+            stop += 1
+        mask[start:stop] = b"\1" * (stop - start)
 
     # tags may include text that comes from the prompt of a turn, such as an empty thought, which no assistant wrote
-    rendered = _RenderedConversation(template, messages, end_id, full, ids, offsets)
-    for n in (n for n, message in enumerate(messages) if n and message["role"] == "assistant"):
+    for n in (n for n, message in enumerate(rendered.messages) if n and message["role"] == "assistant"):
         start = rendered.token_at(rendered.header_of(n))
         stop = rendered.token_at(rendered.begin_of(n))
-        mask[start:stop] = [0] * (stop - start)
-    return ids, mask, offsets
+        mask[start:stop] = bytes(max(0, stop - start))
+    return mask
 
 
-def _rendered_mask(
-    template: chat.ChatTemplate, messages: Messages, end_id: int, full: str, chosen: Collection[int] | None
-) -> _MaskedIds:
-    """Return ids, mask and offsets from the rendered text.
+def _rendered_mask(rendered: "_RenderedConversation", chosen: Collection[int] | None) -> bytearray:
+    """Return the mask from the rendered text.
 
     A turn begins where generation would have begun it, and ends with its end token.
     """
-    encoded = template.tokenizer(full, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    rendered = _RenderedConversation(template, messages, end_id, full, encoded["input_ids"], encoded["offset_mapping"])
+    messages, full = rendered.messages, rendered.full
     # from the last turn to the first, since each must end before `limit`, the character where the next one begins
-    mask = [0] * len(rendered.ids)
+    mask = bytearray(len(rendered.ids))
     limit = len(full)
     for n in (n for n in reversed(range(len(messages))) if messages[n]["role"] == "assistant"):
         begin = rendered.begin_of(n)
         start = rendered.token_at(begin)
         stop = rendered.stop_of(n, begin, limit) if text_of(messages[n]).strip() else start
-        while stop > start and not full[rendered.offsets[stop - 1][0] : rendered.offsets[stop - 1][1]].strip():
+        while stop > start and not full[slice(*rendered.span(stop - 1))].strip():
             stop -= 1
         if stop <= start and messages[n]["content"].strip():
             raise InputError(f"{MASK_OPTIONS}: message {n} (assistant): the end of its turn cannot be determined")
-        is_trained = chosen is None or n in chosen
-        mask[start:stop] = [int(is_trained)] * (stop - start)
+        if chosen is None or n in chosen:
+            mask[start:stop] = b"\1" * max(0, stop - start)
         limit = begin
-    return rendered.ids, mask, rendered.offsets
+    return mask
 
 
-class _RenderedConversation(NamedTuple):
+@dataclass
+class _RenderedConversation:
     """A conversation with its rendering, and the tokens of the rendering with their positions in the text."""
 
     template: chat.ChatTemplate
@@ -196,11 +279,26 @@ class _RenderedConversation(NamedTuple):
     end_id: int
     full: str
     ids: list[int]
-    offsets: list[tuple[int, int]]
+    encoding: Encoding
+    tokens: _Tokens
+
+    @cached_property
+    def offsets(self) -> list[tuple[int, int]]:
+        """Begin and end of each token in the text. The list takes a fifth of the time of the tokenization."""
+        return self.encoding.offsets
+
+    def span(self, token: int) -> tuple[int, int]:
+        """Return the begin and end of a token in the text."""
+        return self.encoding.token_to_chars(token) or self.offsets[token]
 
     def token_at(self, position: int) -> int:
         """Return the first token that begins at this character or after it."""
-        return bisect_left(self.offsets, position, key=itemgetter(0))
+        token = self.encoding.char_to_token(position)
+        if token is None:  # no token has the character
+            return bisect_left(self.offsets, position, key=itemgetter(0))
+        while token < len(self.ids) and self.span(token)[0] < position:
+            token += 1
+        return token
 
     def header_of(self, n: int) -> int:
         """Return the character where the text before message n ends and the prompt of its turn begins."""
@@ -262,7 +360,7 @@ class _RenderedConversation(NamedTuple):
         of the turn is searched after the content.
         """
         content = self.messages[n]["content"].strip()
-        for start in (0, *(match.end() for match in re.finditer(r"[\n>]", content))):
+        for start in chain([0], (match.end() for match in re.finditer(r"[\n>]", content))):
             text = content[start:].lstrip()
             position = self.full.find(text, begin, limit)
             if position >= 0:
@@ -288,7 +386,7 @@ class _RenderedConversation(NamedTuple):
         size = chat.common_prefix_length(prefix, self.full)
         stop = bisect_right(self.offsets, size, key=itemgetter(1))
         rest = prefix[self.offsets[stop][0] :].strip() if stop < len(self.ids) else ""
-        special = chat.special_ids(self.template.tokenizer)
+        special = self.tokens.special
         if stop < next_token or not {*chat.plain_ids(self.template.tokenizer, [rest])[0]} <= special:
             return None
         return stop + (bool(rest) and self.ids[stop] in special)  # the turn has another end than a last turn

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..errors import InputError, error_context, join_names, short_repr
 from . import chat, images
-from .assistant_mask import MASK_OPTIONS, assistant_mask
+from .assistant_mask import MASK_OPTIONS, Conversation, assistant_masks
 from .formats import Sample, add_system_turn, read_format, read_label, read_margin, read_template_kwargs
 from .messages import Messages, is_serialized_messages, normalize_reasoning, text_of
 from .recorded_scores import RecordedPlan
@@ -285,16 +285,31 @@ def encode(samples: list[Sample], rows: list[int], tokenizer: PreTrainedTokenize
         plan: Options of the encoding.
     """
     is_chat = samples[0].is_chat
-    texts = []
     with error_context(plan.name):
         end_id = chat.turn_end_id(tokenizer, plan.template_kwargs) if is_chat else chat.eos_id(tokenizer)
+    texts = []
+    conversations: list[Conversation | None] = []  # with `assistant_only`, None for a sample that is dropped
+    failure = None
     for sample, row in zip(samples, rows, strict=True):
-        with error_context(f"{plan.name}, row {row}"):
-            if sample.is_chat is not is_chat:
-                raise InputError(f"columns {plan.form}: some rows hold plain text and some hold messages")
-            if is_chat and plan.reasoning:
-                sample = _normalize_reasoning(sample, tokenizer, plan.reasoning)
-            texts.append((_assistant_ids if plan.assistant_only else _rendered_text)(sample, tokenizer, plan))
+        try:
+            with error_context(f"{plan.name}, row {row}"):
+                if sample.is_chat is not is_chat:
+                    raise InputError(f"columns {plan.form}: some rows hold plain text and some hold messages")
+                if is_chat and plan.reasoning:
+                    sample = _normalize_reasoning(sample, tokenizer, plan.reasoning)
+                if plan.assistant_only:
+                    sample, conversation = _rendered_conversation(sample, tokenizer, plan)
+                    conversations.append(conversation)
+                else:
+                    sample = _rendered_text(sample, tokenizer, plan)
+        except InputError as error:
+            failure = error  # the error of an earlier sample comes first
+            break
+        texts.append(sample)
+    if plan.assistant_only:
+        texts = _with_assistant_ids(texts, conversations, rows, tokenizer, plan)
+    if failure is not None:
+        raise failure
     if plan.assistant_only:
         return texts
 
@@ -349,8 +364,8 @@ def teacher_columns(
     """
     teachers = []
     prompts = []
-    prompt_plan = plan._replace(assistant_only=False)
-    for row, sample, number in zip(raw, samples, rows, strict=True):
+    groups: dict[tuple[str, bool], list[tuple[int, Sample]]] = {}  # by teacher: places and raw prompts to encode
+    for place, (row, sample, number) in enumerate(zip(raw, samples, rows, strict=True)):
         with error_context(f"{plan.name}, row {number}"):
             if teacher_plan.tokenizers and not all(sample.mask or ()):
                 problem = "a teacher with its own tokenizer requires whole answers, and the row masks a part of one"
@@ -359,15 +374,22 @@ def teacher_columns(
             prompt_ids = row.get("teacher_prompt_ids") or []
             if "_ids" not in plan.form:
                 prompt_sample = teacher_sample(row, sample, teacher_plan, teacher)
-                teacher_tokenizer = teacher_plan.tokenizers.get(teacher, tokenizer)
                 prompt_ids = []
                 if prompt_sample is not None:
-                    prompt_ids = encode([prompt_sample], [number], teacher_tokenizer, prompt_plan)[0].prompt
+                    groups.setdefault((teacher, prompt_sample.is_chat), []).append((place, prompt_sample))
             elif not prompt_ids and (teacher in teacher_plan.prompts or teacher in teacher_plan.tokenizers):
                 fix = "Rows of token ids require it for a teacher with its own prompt or tokenizer"
                 raise InputError(f"column 'teacher_prompt_ids': missing. {fix}")
         teachers.append(teacher)
         prompts.append(prompt_ids)
+    prompt_plan = plan._replace(assistant_only=False)
+    for (teacher, _), group in groups.items():
+        places, prompt_samples = zip(*group, strict=True)
+        numbers = [rows[place] for place in places]
+        teacher_tokenizer = teacher_plan.tokenizers.get(teacher, tokenizer)
+        encoded = encode([*prompt_samples], numbers, teacher_tokenizer, prompt_plan)
+        for place, sample in zip(places, encoded, strict=True):
+            prompts[place] = sample.prompt
     return {"teacher": teachers, "teacher_prompt_ids": prompts}
 
 
@@ -398,7 +420,7 @@ def _rendered_text(sample: Sample, tokenizer: PreTrainedTokenizerBase, plan: Pla
         pairs = [(template.prompt_text(sample.prompt), "")]
         conversations = [sample.prompt]
     else:
-        pairs = [template.split(sample.prompt, branch, plan.rows.classified) for branch in sample.branches]
+        pairs = template.split(sample.prompt, sample.branches, plan.rows.classified)
         conversations = [chat.join_messages(sample.prompt, branch) for branch in sample.branches]
     unread = {
         part
@@ -409,12 +431,19 @@ def _rendered_text(sample: Sample, tokenizer: PreTrainedTokenizerBase, plan: Pla
     return sample._replace(prompt=pairs[0][0], branches=branches, unread=tuple(sorted(unread)))
 
 
-def _assistant_ids(sample: Sample, tokenizer: PreTrainedTokenizerBase, plan: Plan) -> Sample:
-    """Return the sample with ids and a mask of the tokens of assistants, in the completion if there is one."""
+def _rendered_conversation(
+    sample: Sample, tokenizer: PreTrainedTokenizerBase, plan: Plan
+) -> tuple[Sample, Conversation | None]:
+    """Render the messages of a sample for the mask of assistants, which is in the completion if there is one.
+
+    Returns:
+        The sample with the parts that the template does not write, and its conversation, or None for a sample that is
+        dropped because its answers are empty.
+    """
     if not sample.is_chat:
         raise InputError(f"{MASK_OPTIONS} requires messages, and {plan.form} is plain text")
     if _is_empty(sample):
-        return sample._replace(prompt=[], branches=[[]])
+        return sample, None
     template = chat.ChatTemplate(tokenizer, sample.tools, sample.template_kwargs, sample.expansions)
     turns = sample.branches[0] if sample.prompt is None else chat.join_messages(sample.prompt, sample.branches[0])
 
@@ -426,13 +455,39 @@ def _assistant_ids(sample: Sample, tokenizer: PreTrainedTokenizerBase, plan: Pla
 
     full = template.render(turns).rstrip()
     unread = tuple(template.find_unread(turns, full))
-    ids, mask = assistant_mask(template, turns, full, None if are_all_chosen else chosen)
+    prompt = None
     if sample.prompt is not None and plan.completion_only is not False:
-        start = template.prompt_text(_without_loss_keys(sample.prompt))
-        chat.text_after(start, full)  # checks that the answer begins after the tokens of the prompt
-        prompt_length = len(chat.encode(tokenizer, [start])[0])
-        mask = [0] * prompt_length + mask[prompt_length:]
-    return sample._replace(prompt=[], branches=[ids], mask=mask, unread=unread)
+        prompt = template.prompt_text(_without_loss_keys(sample.prompt))
+    conversation = Conversation(template, turns, full, None if are_all_chosen else chosen, prompt)
+    return sample._replace(unread=unread), conversation
+
+
+def _with_assistant_ids(
+    samples: list[Sample],
+    conversations: Sequence[Conversation | None],
+    rows: list[int],
+    tokenizer: PreTrainedTokenizerBase,
+    plan: Plan,
+) -> list[Sample]:
+    """Return samples with ids and a mask of the tokens of assistants.
+
+    Args:
+        samples: Samples of messages.
+        conversations: The conversation of each sample, or None for one that is dropped.
+        rows: Number of each sample's raw row, for errors.
+        tokenizer: The tokenizer.
+        plan: Options of the encoding.
+    """
+    encoded = []
+    masked = assistant_masks(tokenizer, [*filter(None, conversations)])
+    for sample, conversation, row in zip(samples, conversations, rows, strict=False):
+        if conversation is None:
+            encoded.append(sample._replace(prompt=[], branches=[[]]))
+            continue
+        with error_context(f"{plan.name}, row {row}"):
+            ids, mask = next(masked)
+        encoded.append(sample._replace(prompt=[], branches=[ids], mask=mask))
+    return encoded
 
 
 def _is_empty(sample: Sample) -> bool:
@@ -488,11 +543,12 @@ def truncate(sample: Sample, plan: Plan) -> tuple[Sample, int]:
     branches = sample.branches
     mask = sample.mask
     weights = sample.weights
+    longest = max(map(len, branches), default=0)
     if plan.rows.sampled:
         prompt = _truncate_left(prompt, plan.max_length, plan.bos) if plan.max_length else prompt
-    elif plan.max_length is not None:
+    elif plan.max_length is not None and len(prompt) + longest > plan.max_length:
         # the prompt is truncated first, from the left, down to half of max_length, then the branches from the right
-        size = max(1, plan.max_length // 2, plan.max_length - max(map(len, branches)))
+        size = max(1, plan.max_length // 2, plan.max_length - longest)
         prompt = _truncate_left(prompt, size, plan.bos)
         branches = [branch[: plan.max_length - len(prompt)] for branch in branches]
         mask = mask and mask[: len(branches[0])]

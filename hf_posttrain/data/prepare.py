@@ -2,6 +2,8 @@
 
 import json
 import logging
+import sys
+from array import array
 from collections.abc import Container, Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -662,7 +664,7 @@ def tokenise(
             prompt_state = 0
             if plan.completion_only is False and sample.prompt:
                 shortened, prompt_state = truncate(sample, plan)
-            context = with_context(shortened, plan)
+            context = full if shortened is sample else with_context(shortened, plan)
             kept, state = truncate(context, plan)
             if reader and not state & NO_TARGET:
                 kept = _keep_complete_images(kept, reader)
@@ -675,6 +677,7 @@ def tokenise(
         branches = kept.branches or [[]]
         trained = sum(kept.mask) if kept.mask is not None else max(map(len, branches))
         full_branches = [[]] if plan.rows.sampled else full.branches
+        prompt_hash = PromptHash(full.prompt, full.images)
         examples.append(
             {
                 "prompt_ids": kept.prompt,
@@ -683,14 +686,14 @@ def tokenise(
                 "label": kept.label,
                 "margin": kept.margin,
                 "token_weights": kept.weights or [1.0] * len(branches[0]),
-                "prompt_key": prompt_key(full.prompt, full.images),
+                "prompt_key": prompt_hash.key(),
                 "row": number,
                 "state": state | prompt_state & TRUNCATED | sample_bits,
                 "unknown": unknown is not None and any(unknown in ids for ids in (kept.prompt, *branches)),
                 "unread": ", ".join(kept.unread),
                 "uncut": len(full.prompt) + max(map(len, full_branches)),
                 "trained": 0 if plan.rows.sampled else trained,
-                "keys": [prompt_key([*full.prompt, -1, *branch], full.images) for branch in full_branches],
+                "keys": [prompt_hash.key(branch) for branch in full_branches],
                 "images": list(kept.images),
             }
         )
@@ -766,12 +769,39 @@ def _keep_complete_images(sample: Sample, reader: ImageReader) -> Sample:
     return sample._replace(images=sample.images[: len(counts)])
 
 
+class PromptHash:
+    """Hashes of a prompt that are the same in every process.
+
+    Args:
+        ids: Token ids of the prompt.
+        images: Its images.
+    """
+
+    def __init__(self, ids: Sequence[int], images: Sequence[Mapping[str, Any]] = ()) -> None:
+        self.digest = xxhash.xxh64(_to_bytes(ids))
+        self.images = [image["bytes"] or image["path"].encode() for image in images]
+
+    def key(self, branch: Sequence[int] | None = None) -> int:
+        """Return the hash of the prompt, or of the prompt with an answer, as a signed 64-bit number."""
+        digest = self.digest.copy()
+        if branch is not None:
+            digest.update(_to_bytes([-1, *branch]))
+        for image in self.images:
+            digest.update(image)
+        return digest.intdigest() - 2**63
+
+
 def prompt_key(ids: Sequence[int], images: Sequence[Mapping[str, Any]] = ()) -> int:
     """Return a hash of ids and images that is the same in every process, as a signed 64-bit number."""
-    digest = xxhash.xxh64(np.array(ids, dtype="<i4").tobytes())
-    for image in images:
-        digest.update(image["bytes"] or image["path"].encode())
-    return digest.intdigest() - 2**63
+    return PromptHash(ids, images).key()
+
+
+def _to_bytes(ids: Sequence[int]) -> bytes:
+    """Return ids as little-endian 32-bit numbers."""
+    numbers = array("i", ids)
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers.tobytes()
 
 
 def _keep_streamed(state: int, row: int, unread: str, name: str, reported: set[str]) -> bool:

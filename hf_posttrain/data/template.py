@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 GENERATION_TAG = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")
 """The opening or closing tag around an assistant's text, which transformers adds to Jinja."""
-_BUILTIN_NAMES = {
+BUILTIN_NAMES = {
     "messages",
     "tools",
     "documents",
@@ -80,7 +80,7 @@ def find_template_options(template: str) -> list[str]:
     # An assigned variable is local, unless a test such as `is defined` shows that the assignment is only a default.
     assigned = {node.name for node in tree.find_all(nodes.Name) if node.ctx == "store"}
     tested = {node.name for test in tree.find_all(nodes.Test) for node in test.find_all(nodes.Name)}
-    variables = meta.find_undeclared_variables(tree) - (assigned - tested) - _BUILTIN_NAMES
+    variables = meta.find_undeclared_variables(tree) - (assigned - tested) - BUILTIN_NAMES
     return sorted(name for name in variables if not name.endswith("_token"))
 
 

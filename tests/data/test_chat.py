@@ -5,11 +5,11 @@ With `byte_tokenizer` an id below 256 is a byte, so expected ids are written as 
 
 import pytest
 import tokenizers_for_tests as tok
+from masks_for_tests import assistant_mask
 from models_for_tests import tiny_model
 from transformers import AutoTokenizer
 
 from hf_posttrain.data import chat
-from hf_posttrain.data.assistant_mask import assistant_mask
 from hf_posttrain.data.messages import clean_messages
 from hf_posttrain.errors import InputError
 from hf_posttrain.models import policy as policy
@@ -29,7 +29,7 @@ def ids(tokenizer, text: str) -> list[int]:
 
 def pair(tokenizer, prompt, completion, **options) -> tuple[str, str]:
     """Both sides of a chat pair after tokenisation, decoded."""
-    start, rest = chat.ChatTemplate(tokenizer, **options).split(prompt, completion)
+    start, rest = chat.ChatTemplate(tokenizer, **options).split(prompt, [completion])[0]
     end = chat.turn_end_id(tokenizer, options.get("kwargs"))
     left, right = chat.encode_pairs(tokenizer, [start], [rest], end)[0]
     return tokenizer.decode(left), tokenizer.decode(right)
@@ -122,7 +122,7 @@ def test_thinking_written_by_the_template_belongs_to_the_completion():
 def test_prompt_that_is_no_prefix_raises_and_shows_where():
     tokenizer = tok.byte_tokenizer(tok.DEEPSEEK)
     with pytest.raises(InputError, match=r"(?s)prompt has '.*<think>.*conversation has '.*4.*chat_template_kwargs"):
-        chat.ChatTemplate(tokenizer).split([USER], [REPLY])
+        chat.ChatTemplate(tokenizer).split([USER], [[REPLY]])[0]
     assert pair(tokenizer, [USER], [REPLY], kwargs={"thinking": False})[1] == "4<|im_end|>"
 
 
@@ -137,7 +137,7 @@ def test_boundary_merge_keeps_the_prompt_as_generation_sees_it():
 def test_bos_exactly_once():
     tokenizer = tok.bos_tokenizer()
     bos, end = 256, 259
-    chat_prompt, chat_completion = chat.ChatTemplate(tokenizer).split([USER], [REPLY])
+    chat_prompt, chat_completion = chat.ChatTemplate(tokenizer).split([USER], [[REPLY]])[0]
     assert chat_prompt.startswith("<s>")  # this template writes it
     prompts = [chat_prompt, chat_prompt.removeprefix("<s>"), "q", "<s>q", ""]
     for prompt, completion in chat.encode_pairs(tokenizer, prompts, [chat_completion] * 2 + ["a"] * 3, end):

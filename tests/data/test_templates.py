@@ -61,6 +61,23 @@ def spans(tokenizer, messages):
     return made_of(tokenizer, messages)[0]
 
 
+@pytest.mark.parametrize("opened", [False, True])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_plain_messages_are_rendered_as_transformers_does(name, opened):
+    tokenizer = family_tokenizer(FAMILIES[name])
+    options = {"enable_thinking": False}
+    turns = [turn("user", " 2+2? "), turn("assistant", "4\n"), turn("user", "3+3?"), turn("assistant", "")]
+    template = chat.ChatTemplate(tokenizer, None, options)
+    expected = tokenizer.apply_chat_template(
+        [t | {"content": [{"type": "text", "text": t["content"]}]} for t in turns] if name == "smolvlm" else turns,
+        chat_template=chat.pin_date(template.text)[0],
+        add_generation_prompt=opened,
+        tokenize=False,
+        **options,
+    )
+    assert template.render(turns, add_generation_prompt=opened) == expected
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_is_trained_of_plain_turns_is_the_text_and_its_end(name):
     family, tokenizer = FAMILIES[name], family_tokenizer(FAMILIES[name])

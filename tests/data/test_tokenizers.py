@@ -79,3 +79,33 @@ def test_the_boundary_tells_nothing_of_which_answer_is_chosen(legacy):
 def test_a_tokenizer_without_an_end_is_refused(method):
     with pytest.raises(InputError, match="the tokenizer has no eos_token, so a completion cannot be ended"):
         prepare([raw_row(METHODS[method].rows)], method, tok.llama2_tokenizer(eos=False))
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_prompts_within_whole_texts_have_their_own_ids(name):
+    """Rendered prompts end alike, after a special token; some end otherwise, and some do not merge alike."""
+    tokenizer = TOKENIZERS[name]()
+    special = tokenizer.convert_ids_to_tokens(sorted(chat.special_ids(tokenizer)))[-1]
+    ends = [f"{special}assistant\n", f"{special}assistant\n ", special, f"{special}x{special} ", "", " "]
+    texts = [
+        (f"{begin}{special}{question}{end}", completion)
+        for begin, question, end in itertools.product(["", "a "], PROMPTS[:6], ends)
+        for completion in COMPLETIONS
+    ]
+    prompts = [prompt for prompt, _ in texts]
+    encoded = chat.tokenize(tokenizer, [prompt + completion for prompt, completion in texts])
+    assert [*chat.ids_of_prompts(tokenizer, prompts, encoded)] == chat.plain_ids(tokenizer, prompts)
+
+
+def test_prompts_of_a_template_are_not_tokenized_again(monkeypatch):
+    tokenizer = tok.byte_tokenizer()
+    prompts = [f"<|im_start|>user\nquestion {n}<|im_end|>\n<|im_start|>assistant\n" for n in range(50)]
+    encoded = chat.tokenize(tokenizer, [f"{prompt}answer" for prompt in prompts])
+    tokenized = []
+    tokenize = chat.tokenize
+    monkeypatch.setattr(
+        chat, "tokenize", lambda tokenizer, texts: tokenized.extend(texts) or tokenize(tokenizer, texts)
+    )
+    ids = [*chat.ids_of_prompts(tokenizer, prompts, encoded)]
+    assert tokenized == prompts[:1]
+    assert ids == chat.plain_ids(tokenizer, prompts)

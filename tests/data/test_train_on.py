@@ -3,11 +3,11 @@
 from itertools import groupby
 
 import pytest
+from masks_for_tests import assistant_mask
 from templates_for_tests import FAMILIES, family_tokenizer
 from tokenizers_for_tests import byte_tokenizer
 from training_for_tests import TABLE, every_other
 
-from hf_posttrain.data.assistant_mask import assistant_mask
 from hf_posttrain.data.chat import ChatTemplate
 from hf_posttrain.data.json_rows import from_rows
 from hf_posttrain.data.prepare import prepare
@@ -109,7 +109,7 @@ def test_the_beginning_of_an_answer_may_stand_in_the_generation_prompt(turns, ch
     """Of the first message too, and where only some answers are trained."""
     messages = [{"role": "user", "content": "2+2?"} if turn == "u" else ANSWERS[turn] for turn in turns]
     tokenizer = byte_tokenizer(THINKING)
-    ids, mask = assistant_mask(ChatTemplate(tokenizer), messages, "", chosen)
+    ids, mask = assistant_mask(ChatTemplate(tokenizer), messages, chosen)
     text = tokenizer.decode([i for i, on in zip(ids, mask, strict=True) if on])
     assert text == "".join(f"hm {n}\n</think>\n\n{n}<|im_end|>" for n in expected)
 

@@ -1,0 +1,11 @@
+"""The mask of assistants of one conversation."""
+
+from hf_posttrain.data.assistant_mask import Conversation, assistant_masks
+
+
+def assistant_mask(template, messages, chosen=None):
+    """The ids and the mask of a conversation."""
+    [result] = assistant_masks(
+        template.tokenizer, [Conversation(template, messages, template.render(messages), chosen)]
+    )
+    return result
