@@ -222,7 +222,8 @@ NEEDS = {need.symbol: need for need in [
     Need("torch.nn.Linear.forward", "scoring/cpu.py scoring/forward.py",
          "nothing but nn.functional.linear of input, weight and bias", "Linear"),
     # ---- datasets, evaluate, huggingface_hub, bitsandbytes
-    Need("datasets.Dataset._fingerprint", "data/fingerprint.py", "what identifies the rows before they are prepared"),
+    Need("datasets.Dataset._fingerprint", "data/fingerprint.py data/sources.py methods/kto_pairing.py",
+         "what identifies the rows before they are prepared"),
     Need("datasets.Dataset._indices", "data/audit.py",
          "None, or a table whose first column has the stored row of each row"),
     Need("datasets.IterableDataset._resolve_features", "data/sources.py",

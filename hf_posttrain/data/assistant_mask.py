@@ -19,7 +19,6 @@ from transformers import PreTrainedTokenizerBase
 from ..errors import InputError, short_repr
 from . import chat
 from .messages import Messages, call_names, text_of
-from .template import GENERATION_TAG
 
 MASK_OPTIONS = "train_on or assistant_only_loss"
 """The options that require this mask, for messages."""
@@ -31,14 +30,16 @@ class Conversation(NamedTuple):
     Attributes:
         template: The chat template with its tokenizer.
         messages: The messages.
-        full: Their rendering, without white space at its end.
+        text: Their rendering.
+        spans: Begin and end of each part of it within {% generation %} tags, or None for a template without them.
         chosen: Numbers of the assistant messages that are trained, or None for all of them.
         prompt: Rendered prompt of which no token is trained, or None.
     """
 
     template: chat.ChatTemplate
     messages: Messages
-    full: str
+    text: str
+    spans: Sequence[tuple[int, int]] | None = None
     chosen: Collection[int] | None = None
     prompt: str | None = None
 
@@ -64,25 +65,17 @@ def assistant_masks(
     """
     if not conversations:
         return
-    texts = []
-    spans_of = []
-    for conversation in conversations:
-        text, spans = conversation.full, None
-        if GENERATION_TAG.search(conversation.template.text):
-            tagged_text, spans = conversation.template.tagged_spans(conversation.messages)
-            text = tagged_text if conversation.chosen is None else text
-        texts.append(text)
-        spans_of.append(spans)
-    encoded = chat.tokenize(tokenizer, texts)
+    encoded = chat.tokenize(tokenizer, [conversation.text for conversation in conversations])
     prompts = [conversation.prompt or "" for conversation in conversations]
     prompt_lengths = map(len, chat.with_prefix(tokenizer, chat.ids_of_prompts(tokenizer, prompts, encoded)))
     tokens = _Tokens(tokenizer)
     encodings: Any = encoded.encodings
-    rows = zip(conversations, spans_of, encoded["input_ids"], encodings, prompt_lengths, strict=True)
-    for conversation, spans, ids, encoding, prompt_length in rows:
-        template, messages, full, _, prompt = conversation
+    rows = zip(conversations, encoded["input_ids"], encodings, prompt_lengths, strict=True)
+    for conversation, ids, encoding, prompt_length in rows:
+        template, messages, text, spans, chosen, prompt = conversation
+        full = text.rstrip()
         rendered = _RenderedConversation(template, messages, tokens.end_id(template), full, ids, encoding, tokens)
-        ids, mask = _trained_tokens(rendered, conversation.chosen, spans)
+        ids, mask = _trained_tokens(rendered, chosen, spans)
         if prompt is not None:
             chat.text_after(prompt, full)  # checks that the answer begins after the tokens of the prompt
             mask = [0] * prompt_length + mask[prompt_length:]

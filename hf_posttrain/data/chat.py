@@ -11,6 +11,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from contextlib import contextmanager
 from functools import lru_cache
 from itertools import chain
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ from transformers.utils.chat_template_utils import _compile_jinja_template, rend
 from ..errors import InputError, error_context, join_names, name_hint, short_repr
 from .images import MARK, get_image_reader
 from .messages import REASONING, Messages, call_names, check_unicode
-from .template import BUILTIN_NAMES, first_referenced_key, parse_template
+from .template import BUILTIN_NAMES, GENERATION_TAG, first_referenced_key, parse_template
 
 logger = logging.getLogger(__package__)
 
@@ -67,14 +68,15 @@ class ChatTemplate(NamedTuple):
         if not self.tokenizer.chat_template:
             fix = "Set model.chat_template (--chat_template) to a file, or use plain strings"
             raise InputError(f"messages require a chat template. {fix}")
-        try:
+        with _rejection(messages):
             text = self.apply(messages, **options)
-        except Exception as error:  # a template is a program, which may raise any exception
-            roles = ", ".join(short_repr(message["role"])[1:-1] for message in messages[:20])
-            problem = " ".join(str(error).split())[:300]
-            raise InputError(f"the chat template rejects messages with roles [{roles}]: {problem}") from error
         check_unicode(text, "the rendered conversation")
         return self._expand_images(text, messages) if self.expansions else text
+
+    @property
+    def is_tagged(self) -> bool:
+        """Whether the template has {% generation %} tags around the texts of assistants."""
+        return bool(self.tokenizer.chat_template and GENERATION_TAG.search(self.text))
 
     def _expand_images(self, text: str, messages: Messages) -> str:
         """Replace the image tokens of a rendering by the expansions of the images.
@@ -92,14 +94,23 @@ class ChatTemplate(NamedTuple):
         expansions = (*self.expansions[:image_count], "")
         return "".join(part + expansion for part, expansion in zip(parts, expansions, strict=True))
 
-    def tagged_spans(self, messages: Messages) -> tuple[str, list[tuple[int, int]]]:
-        """Return the rendering, and the begin and end of each text in it within {% generation %} tags."""
-        inputs, template = self._inputs(messages)
+    def render_tagged(self, messages: Messages) -> tuple[str, list[tuple[int, int]]]:
+        """Render messages as text.
+
+        Returns:
+            The text, and the begin and end of each part of it within {% generation %} tags.
+
+        Raises:
+            InputError: If the template rejects the messages.
+        """
         variables = {**self.tokenizer.special_tokens_map, **(self.kwargs or {})}
-        rendered: Any = render_jinja_template(
-            [inputs], self.tools, chat_template=template, return_assistant_tokens_mask=True, **variables
-        )
+        with _rejection(messages):
+            inputs, template = self._inputs(messages)
+            rendered: Any = render_jinja_template(
+                [inputs], self.tools, chat_template=template, return_assistant_tokens_mask=True, **variables
+            )
         [text], [spans] = rendered
+        check_unicode(text, "the rendered conversation")
         if not self.expansions:
             return text, spans
         reader = get_image_reader(self.tokenizer)
@@ -242,6 +253,17 @@ class ChatTemplate(NamedTuple):
         if any(isinstance(tool, dict) and str(tool.get("name")) not in full for tool in tools):
             unread.append("column 'tools'")
         return sorted({*unread})
+
+
+@contextmanager
+def _rejection(messages: Messages) -> Iterator[None]:
+    """Raise InputError for an exception of a template that renders messages."""
+    try:
+        yield
+    except Exception as error:  # a template is a program, which may raise any exception
+        roles = ", ".join(short_repr(message["role"])[1:-1] for message in messages[:20])
+        problem = " ".join(str(error).split())[:300]
+        raise InputError(f"the chat template rejects messages with roles [{roles}]: {problem}") from error
 
 
 def _are_plain(messages: Messages) -> bool:

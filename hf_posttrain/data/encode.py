@@ -453,12 +453,18 @@ def _rendered_conversation(
     are_all_chosen = len(chosen) == sum(turn["role"] == "assistant" for turn in turns)
     turns = _without_loss_keys(turns)
 
-    full = template.render(turns).rstrip()
+    spans = None
+    if template.is_tagged:
+        text, spans = template.render_tagged(turns)
+    else:
+        text = template.render(turns)
+    full = text.rstrip()
     unread = tuple(template.find_unread(turns, full))
     prompt = None
     if sample.prompt is not None and plan.completion_only is not False:
         prompt = template.prompt_text(_without_loss_keys(sample.prompt))
-    conversation = Conversation(template, turns, full, None if are_all_chosen else chosen, prompt)
+    text = text if spans and are_all_chosen else full
+    conversation = Conversation(template, turns, text, spans, None if are_all_chosen else chosen, prompt)
     return sample._replace(unread=unread), conversation
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import datasets
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import xxhash
 from transformers import PreTrainedTokenizerBase
 
@@ -514,8 +515,23 @@ def _is_plain(facts: pd.DataFrame | None, form: str) -> bool:
 
 
 def null_filled_columns(dataset: AnyDataset) -> list[str]:
-    """Return the columns whose mappings have the same keys in all rows, since Arrow has added missing ones as None."""
-    return [column for column, kind in (dataset.features or {}).items() if _contains_type(kind, dict)]
+    """Return the columns with mappings to which Arrow may have added missing keys as None.
+
+    Without any null in the column, all mappings had the same keys.
+    """
+    columns = [column for column, kind in (dataset.features or {}).items() if _contains_type(kind, dict)]
+    if not isinstance(dataset, datasets.Dataset):
+        return columns
+    return [column for column in columns if any(map(_has_null, dataset.data.column(column).chunks))]
+
+
+def _has_null(values: pa.Array) -> bool:
+    """Return whether an array has a null, or any array nested in it."""
+    if values.null_count:
+        return True
+    if pa.types.is_struct(values.type):
+        return any(_has_null(values.field(number)) for number in range(values.type.num_fields))
+    return pa.types.is_nested(values.type) and (not hasattr(values, "flatten") or _has_null(values.flatten()))
 
 
 def drop_null_fields(values: Mapping[str, Any], filled: Sequence[str]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import datasets
 import numpy as np
+from datasets.fingerprint import Hasher
 
 from ..errors import InputError, error_context, join_names, name_hint
 from .column_inference import KNOWN_COLUMNS
@@ -74,10 +75,16 @@ def load(
         parts = [_load_source(source) for source in sources]
         if with_source:
             names = source_names(sources)
-            parts = [part.add_column(SOURCE_COLUMN, [n] * len(part)) for part, n in zip(parts, names, strict=True)]
+            parts = [_with_source(part, name) for part, name in zip(parts, names, strict=True)]
         if len(parts) > 1:
             return _mix(parts, sources, columns_read)
         return parts[0] if streams else _apply_weight(parts[0], sources[0])
+
+
+def _with_source(rows: datasets.Dataset, name: str) -> datasets.Dataset:
+    """Return rows with the name of their source. Without a fingerprint, `datasets` would hash the name of each row."""
+    fingerprint = Hasher.hash([rows._fingerprint, SOURCE_COLUMN, name])
+    return rows.add_column(SOURCE_COLUMN, [name] * len(rows), new_fingerprint=fingerprint)
 
 
 def _mix(parts: list, sources: list, columns_read: Callable[[Any, str], list[str]] | None) -> Any:

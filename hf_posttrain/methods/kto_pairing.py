@@ -6,8 +6,10 @@ from typing import Any, TypeAlias
 
 import datasets
 import numpy as np
+import pyarrow as pa
 import torch
 from accelerate import Accelerator
+from datasets.fingerprint import Hasher
 from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -29,12 +31,40 @@ def add_mismatches(rows: AnyDataset, max_length: int | None, seed: int, name: st
     In a stream, partners are in the same chunk of `STREAM_CHUNK` rows.
     """
     if isinstance(rows, datasets.Dataset):
-        return rows.add_column("mismatch_ids", mismatched_completions(rows, max_length, seed, name))
+        partners = find_partners(rows, seed, name)
+        arrow_rows = rows.with_format("arrow")
+        completions = arrow_rows.select_columns(["completion_ids"])
+        paired = arrow_rows.map(
+            _append_partners,
+            batched=True,
+            with_indices=True,
+            fn_kwargs={"completions": completions, "partners": partners, "max_length": max_length},
+            # the hash of all rows and partners would take longer than the pairing
+            new_fingerprint=Hasher.hash([rows._fingerprint, "mismatch_ids", max_length, seed]),
+        )
+        return paired.with_format(None)
     features = datasets.Features({**rows.features, "mismatch_ids": datasets.List(datasets.Value("int32"))})
     options = {"max_length": max_length, "seed": seed, "name": name}
     return rows.map(
         _pair_chunk, batched=True, batch_size=STREAM_CHUNK, with_indices=True, features=features, fn_kwargs=options
     )
+
+
+def _append_partners(
+    table: pa.Table, numbers: list[int], completions: datasets.Dataset, partners: np.ndarray, max_length: int | None
+) -> pa.Table:
+    """Append `mismatch_ids` to a part of the rows.
+
+    Args:
+        table: The part.
+        numbers: Numbers of its rows.
+        completions: The column `completion_ids` of all rows in the format of Arrow.
+        partners: Number of the partner of each row, [rows].
+        max_length: Maximum number of tokens of the prompt and the completion of the partner.
+    """
+    mismatches = completions[partners[numbers].tolist()]["completion_ids"].to_pylist()
+    column = truncate_mismatches(mismatches, table["prompt_ids"].to_pylist(), max_length)
+    return table.append_column("mismatch_ids", pa.array(column, pa.list_(pa.int32())))
 
 
 def _pair_chunk(
@@ -47,20 +77,18 @@ def _pair_chunk(
             "%s: the last %d rows of the stream are dropped, since they have the same prompt", name, len(keys)
         )
         return {**{column: [] for column in columns}, "mismatch_ids": []}
-    return {"mismatch_ids": mismatched_completions(columns, max_length, seed, name)}
+    completions = [columns["completion_ids"][partner] for partner in find_partners(columns, seed, name)]
+    return {"mismatch_ids": truncate_mismatches(completions, columns["prompt_ids"], max_length)}
 
 
-def mismatched_completions(rows: Columns, max_length: int | None, seed: int, name: str) -> list[list[int]]:
-    """Return the completion of each row's partner, truncated to the space after the row's prompt.
-
-    At least one token remains.
-    """
-    completions = rows["completion_ids"][:]
-    mismatches = [completions[partner] for partner in find_partners(rows, seed, name)]
+def truncate_mismatches(
+    completions: list[list[int]], prompts: Sequence[Sequence[int]], max_length: int | None
+) -> list[list[int]]:
+    """Return the completions of partners, truncated to the space after each prompt, at least to one token."""
     if max_length is None:
-        return mismatches
-    sizes = [max(1, max_length - len(prompt)) for prompt in rows["prompt_ids"]]
-    return [ids[:size] for ids, size in zip(mismatches, sizes, strict=True)]
+        return completions
+    sizes = [max(1, max_length - len(prompt)) for prompt in prompts]
+    return [ids[:size] for ids, size in zip(completions, sizes, strict=True)]
 
 
 def find_partners(rows: Columns, seed: int, name: str = "train") -> np.ndarray:

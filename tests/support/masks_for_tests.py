@@ -5,7 +5,6 @@ from hf_posttrain.data.assistant_mask import Conversation, assistant_masks
 
 def assistant_mask(template, messages, chosen=None):
     """The ids and the mask of a conversation."""
-    [result] = assistant_masks(
-        template.tokenizer, [Conversation(template, messages, template.render(messages), chosen)]
-    )
+    text, spans = template.render_tagged(messages) if template.is_tagged else (template.render(messages), None)
+    [result] = assistant_masks(template.tokenizer, [Conversation(template, messages, text, spans, chosen)])
     return result
