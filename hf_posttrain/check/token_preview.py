@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import datasets
 import numpy as np
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from ..data import chat
 from ..data.align import Aligner
@@ -23,10 +23,11 @@ from ..data.row_schema import SOURCE_COLUMN, Reader, RowKind
 from ..data.sources import load
 from ..errors import InputError, count_noun, error_context, printable
 from ..methods.rules import POLICY_GRADIENT
-from ..recipe.datasets import dataset_names
 from ..recipe.sections import Recipe
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the command `data` uses this module, and these imports take seconds
+    from transformers import PreTrainedModel
+
     from ..trainer.config import PostTrainConfig
 
 SAMPLES_PER_SOURCE = 3
@@ -223,7 +224,7 @@ def audit_tokens(
     recipe: Recipe,
     tokenizer: Any,
     config: Any,
-    models: Sequence[PreTrainedModel],
+    models: Sequence["PreTrainedModel"],
     raw: Mapping[str, AnyDataset],
 ) -> TokenAudit:
     """Audit the first AUDITED_ROWS rows of every source, prepared as for training without packing.
@@ -242,6 +243,7 @@ def audit_tokens(
     """
     from ..models.load import load_generation_config, load_tokenizer
     from ..models.policy import find_terminal_ids, terminal_ids_from_config
+    from ..recipe.datasets import dataset_names
 
     # special tokens: terminal ids, BOS and padding
     method = recipe.data_method

@@ -1,17 +1,14 @@
-"""Lengths of prepared rows: batches of similar lengths, the longest rows, and rows that are too long for the model."""
+"""Lengths of prepared rows: their column, the longest rows, and rows that are too long for the model."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import datasets
 import numpy as np
 import pyarrow.compute as pc
-import torch
-from torch.utils.data import Sampler
-from transformers import PretrainedConfig, PreTrainedTokenizerBase, TrainingArguments
-from transformers.trainer_pt_utils import LengthGroupedSampler
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from ..capabilities import Feature, conflict_message, option_features
 from ..errors import InputError, count_noun, short_repr
@@ -20,48 +17,14 @@ from .packing import column_lengths, example_lengths
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    from transformers import TrainingArguments  # its import takes seconds, which commands about data do without
 
 logger = logging.getLogger(__package__)
 STREAM_HEAD = 1000
 """Number of rows of a stream that are read before training."""
 
 
-class _SeededLengthSampler(LengthGroupedSampler):
-    """Length-grouped sampler whose order is the same on all ranks, after a resume, and for any number of processes.
-
-    The sampler of HF uses the global random generator, so that its order differs between ranks and after a resume. It
-    also groups the rows that one process takes in a step, so that its order depends on the number of processes.
-    """
-
-    def __init__(self, sampler: LengthGroupedSampler, rows_per_step: int, seed: int) -> None:
-        self.__dict__ |= vars(sampler)
-        self.batch_size = rows_per_step
-        self.seed = seed
-        self.epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch that the order depends on. The data loader calls it."""
-        self.epoch = epoch
-
-    def __iter__(self) -> Iterator[int]:
-        self.generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        return super().__iter__()
-
-
-def seeded_sampler(sampler: Sampler | None, args: TrainingArguments, rows_per_step: int) -> Sampler | None:
-    """Return a length-grouped sampler with a reproducible order, and any other sampler unchanged.
-
-    Args:
-        sampler: The sampler that Trainer made.
-        args: The Config. The order depends on `data_seed`, or on `seed` without it, and on the epoch.
-        rows_per_step: Number of rows of an optimizer step on all ranks, which the order depends on too.
-    """
-    if not isinstance(sampler, LengthGroupedSampler):
-        return sampler
-    return _SeededLengthSampler(sampler, rows_per_step, args.seed if args.data_seed is None else args.data_seed)
-
-
-def add_length_column(rows: AnyDataset | None, args: TrainingArguments) -> Any:
+def add_length_column(rows: AnyDataset | None, args: "TrainingArguments") -> Any:
     """Return prepared rows with a column of their lengths in tokens, if the length-grouped sampler is selected."""
     groups_by_length = args.train_sampling_strategy == "group_by_length"
     if isinstance(rows, datasets.IterableDataset):
@@ -73,7 +36,7 @@ def add_length_column(rows: AnyDataset | None, args: TrainingArguments) -> Any:
     return rows.add_column(args.length_column_name, tokens_per_row(rows))
 
 
-def check_length_known(rows: AnyDataset, args: TrainingArguments, training: bool) -> None:
+def check_length_known(rows: AnyDataset, args: "TrainingArguments", training: bool) -> None:
     """Raise InputError for a stream of prepared rows if an option requires all of them beforehand.
 
     Args:
@@ -92,7 +55,7 @@ def check_length_known(rows: AnyDataset, args: TrainingArguments, training: bool
             raise InputError(conflict_message(feature, Feature.STREAM))
 
 
-def check_fills_step(rows: AnyDataset, args: TrainingArguments) -> None:
+def check_fills_step(rows: AnyDataset, args: "TrainingArguments") -> None:
     """Raise InputError for too few prepared training rows.
 
     A data set must fill a batch with `dataloader_drop_last`, and a stream must fill an optimizer step. Training itself
@@ -151,7 +114,7 @@ def flat_token_ids(rows: datasets.Dataset) -> "list[pa.Array]":
     return [pc.list_flatten(column, recursive=True) for column in columns]
 
 
-def planned_epochs(rows: AnyDataset, args: TrainingArguments, rows_per_step: int) -> float:
+def planned_epochs(rows: AnyDataset, args: "TrainingArguments", rows_per_step: int) -> float:
     """Return how many times a run trains on each prepared row, or 0 for a stream, whose length is unknown."""
     if not isinstance(rows, datasets.Dataset):
         return 0.0
@@ -178,7 +141,7 @@ def longest_rows(rows: AnyDataset, count: int, columns: Sequence[str] = ()) -> d
     return rows.select(np.argsort(-tokens_per_row(rows, columns), kind="stable")[:count])
 
 
-def max_example_lengths(rows: datasets.Dataset, args: TrainingArguments) -> np.ndarray:
+def max_example_lengths(rows: datasets.Dataset, args: "TrainingArguments") -> np.ndarray:
     """Return the maximum tokens of each example of prepared rows, its prompt plus its longest answer: [examples].
 
     Answers that are sampled during training are counted with `max_completion_length` tokens.
@@ -189,7 +152,7 @@ def max_example_lengths(rows: datasets.Dataset, args: TrainingArguments) -> np.n
     return example_lengths(rows, branches)
 
 
-def warn_if_too_long(rows: AnyDataset | None, config: PretrainedConfig, args: TrainingArguments) -> None:
+def warn_if_too_long(rows: AnyDataset | None, config: PretrainedConfig, args: "TrainingArguments") -> None:
     """Log a warning for prepared rows, unless they are a stream, with more tokens than the model has positions."""
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if positions is None or not isinstance(rows, datasets.Dataset):

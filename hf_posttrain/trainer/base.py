@@ -26,7 +26,7 @@ from ..capabilities import Feature, check_features, option_features
 from ..data.dataset_type import AnyDataset, AnyDatasets
 from ..data.images import get_image_reader, hold_images
 from ..data.json_rows import from_rows
-from ..data.lengths import add_length_column, check_length_known, seeded_sampler, warn_if_too_long
+from ..data.lengths import add_length_column, check_length_known, warn_if_too_long
 from ..data.loss_groups import values_of_groups
 from ..data.prepare import SCORE_COLUMNS, prepare
 from ..data.recorded_scores import recorded_columns
@@ -51,6 +51,7 @@ from .checkpoint import ResumeMixin
 from .config import PostTrainConfig, check_arguments, check_optimizer
 from .evaluation import EvaluationMixin
 from .interface import Rows
+from .length_sampler import seeded_sampler
 from .loss_output import MetricAverager
 from .optimizers import OptimizerMixin
 from .policy import make_policy

@@ -10,11 +10,11 @@ from models_for_tests import tiny_model
 from training_for_tests import assert_same_step, one_step, token_rows, trainer_for
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
-from hf_posttrain.data.lengths import seeded_sampler
 from hf_posttrain.data.packing import best_fit, pack
 from hf_posttrain.errors import InputError
 from hf_posttrain.methods.sft import supervised_examples
 from hf_posttrain.scoring.layouts import Collator, balance_groups
+from hf_posttrain.trainer.length_sampler import seeded_sampler
 
 
 def indexed(rows):
