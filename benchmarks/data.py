@@ -35,6 +35,8 @@ from .setting import configured, read_rows, train_tokenizer
 
 METHODS = {"chat": "sft", "prompt_completion": "sft", "plain": "sft", "pairs": "dpo", "unpaired": "kto"}
 """Format of the rows -> the method that reads them. `chat` is trained with assistant_only_loss."""
+SOURCE_ROWS = 600
+"""Number of rows of the file that are repeated."""
 WARM_UP = 16
 """Number of rows of the trainer that is built first."""
 BATCH = 1000
@@ -111,7 +113,7 @@ def write_files(folder: Path, given: argparse.Namespace) -> None:
 def rows_of(form: str, data: Path) -> Iterator[dict[str, Any]]:
     """Yield rows without end. Each prompt begins with another number, so that no two rows are equal."""
     method = METHODS[form]
-    source = read_rows(data, method, 600)
+    source = read_rows(data, method, SOURCE_ROWS)
     number = 0
     while True:
         for row in source:

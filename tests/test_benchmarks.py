@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from benchmarks import flops, prompts, run, scaling, setting, worker
+from benchmarks import data, flops, prompts, run, scaling, setting, worker
 
 CONFIG = SimpleNamespace(
     vocab_size=100, hidden_size=10, tie_word_embeddings=True, num_attention_heads=2, head_dim=5, num_hidden_layers=3
@@ -157,3 +157,30 @@ def test_prompts_are_timed_and_answers_equal(monkeypatch, capsys):
         [case, layout] for case in ("hybrid", "pictures") for layout in prompts.LAYOUTS
     ]
     assert all(float(line.rpartition(" ")[2]) < 1e-5 for line in lines)
+
+
+@pytest.mark.parametrize("form", data.METHODS)
+def test_the_sides_of_the_data_benchmark_prepare_all_rows(form, tmp_path, monkeypatch):
+    source = tmp_path / "rows.jsonl"
+    source.write_text("\n".join(json.dumps({"question": f"q{n} ", "answer": f"a{n}"}) for n in range(data.SOURCE_ROWS)))
+    data.write_files(tmp_path, SimpleNamespace(tokenizer=None, data=source, formats=[form], rows=[30]))
+    built = []
+    build = data.build_ours
+    monkeypatch.setattr(data, "build_ours", lambda *given: built.append(build(*given)) or built[-1])
+    for side in ("bound", "ours"):
+        result = data.measure({"side": side, "form": form, "rows": 30, "folder": str(tmp_path)})
+        assert result.keys() == {"seconds", "peak"}
+    assert [len(trainer.train_dataset) for trainer in built] == [data.WARM_UP, data.WARM_UP, 30]
+    assert len({*map(str, built[-1].train_dataset["prompt_ids"])}) == 30  # no two rows are equal
+
+
+def test_the_growth_of_preparation_is_a_slope():
+    runs = {100: [{"seconds": 1.0, "peak": 0}], 10000: [{"seconds": 100.0, "peak": 2**20}]}
+    lines = [
+        *data.table(
+            "chat", {"bound": runs, "ours": {n: [r[0] | {"seconds": 2 * r[0]["seconds"]}] for n, r in runs.items()}}
+        )
+    ]
+    assert lines[-1].endswith("time grows as rows ** 1.00")
+    assert "50 rows/s   2.00 x bound" in lines[-2]
+    assert lines[-2].endswith("peak +1 MiB")

@@ -234,9 +234,10 @@ def _tagged_mask(rendered: "_RenderedConversation", spans: Sequence[tuple[int, i
 
     # tags may include text that comes from the prompt of a turn, such as an empty thought, which no assistant wrote
     for n in (n for n, message in enumerate(rendered.messages) if n and message["role"] == "assistant"):
-        start = rendered.token_at(rendered.header_of(n))
         stop = rendered.token_at(rendered.begin_of(n))
-        mask[start:stop] = bytes(max(0, stop - start))
+        if mask.rfind(1, 0, stop) >= 0:
+            start = rendered.token_at(rendered.header_of(n))
+            mask[start:stop] = bytes(max(0, stop - start))
     return mask
 
 
