@@ -223,7 +223,7 @@ def _train_section(
         options[name] = (shipped.get(name, defaults[name]), comment)
 
     options |= {name: (shipped.get(name, value), comment) for name, (value, comment) in _TRAIN.items()}
-    rate = defaults["learning_rate"]
+    rate = method.initial_rate or defaults["learning_rate"]
     comment = docs["learning_rate"]
     if arguments.lora:
         rate = rate * ADAPTER_RATE_FACTOR

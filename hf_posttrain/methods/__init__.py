@@ -162,6 +162,7 @@ _ROWS = (
         limits={"center_rewards_coefficient": COEFFICIENT},
         symptoms={"label_leak": _PREFERENCE_SYMPTOMS["label_leak"]},
         head="score",
+        initial_rate=1e-5,  # TRL's default of 1e-4 suits adapters
         class_prefix="Reward",
     ),
     Method(

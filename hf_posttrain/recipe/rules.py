@@ -200,7 +200,10 @@ def input_problems(recipe: Recipe) -> Iterator[Problem]:
                 yield (f"{key}.{field}",), f"{key}.{field}: {problem}"
     if recipe.rounds and recipe.rounds.judge.by in MODEL_JUDGES:
         name = str(recipe.rounds.judge.name)
-        if problem := _model_problem(Path(name)) or _missing_model_problem(name, recipe):
+        problem = _model_problem(Path(name)) or _missing_model_problem(name, recipe)
+        if (Path(name) / "adapter_config.json").is_file() and not (Path(name) / "config.json").is_file():
+            problem = f"{name} is an adapter. Merge it with `hf-posttrain merge`, and set the folder of the result"
+        if problem:
             yield ("rounds.judge.name",), f"rounds.judge.name: {problem}"
     for key, source in recipe.sources():
         if problem := source_problem(source.path):

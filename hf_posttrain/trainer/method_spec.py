@@ -49,6 +49,7 @@ class Method:
             not apply to the method.
         sequence_parallel: Whether rows can be sharded over ranks.
         head: Last layer of the model that is trained, see `ModelSection.head`.
+        initial_rate: Learning rate of all weights that `init` writes, by default that of the Config.
         class_prefix: First part of the names of Config and Trainer, by default the name in capital letters.
     """
 
@@ -66,6 +67,7 @@ class Method:
     symptoms: Mapping[str, str] = field(default_factory=dict)
     sequence_parallel: bool = False
     head: Literal["language", "score"] = "language"
+    initial_rate: float | None = None
     class_prefix: str = ""
 
     @property

@@ -64,7 +64,7 @@ def test_every_methods_recipe_loads_and_begins_where_the_shipped_one_does(method
     assert (recipe.teacher is None) == (method not in TAUGHT)
     assert recipe.data == shipped.data
     assert (recipe.model.lora is not None) == lora
-    rate = train_fields(method)["learning_rate"].default
+    rate = METHODS[method].initial_rate or train_fields(method)["learning_rate"].default
     assert recipe.train["learning_rate"] == pytest.approx(rate * 10 if lora else rate)
     assert recipe.train["output_dir"] == f"outputs/{method}"
     # the options that are the method's own, and sizes, as in the shipped one

@@ -74,6 +74,7 @@ def test_the_resolved_recipe_is_read_again(folder):
         (["rounds.pair.threshold=1"], "rounds.pair.threshold is only valid with labels"),
         (["rounds.judge={by: model}"], "rounds.judge.name is missing"),
         (["rounds.judge={by: model, name: nowhere/at/all}"], "rounds.judge.name: nowhere/at/all: no such folder"),
+        (["rounds.judge={by: model, name: adapter}"], "adapter is an adapter. Merge it with `hf-posttrain merge`"),
         (["rounds.judge.opponents=2"], "rounds.judge is 'exact_match'. Set rounds.judge to a mapping"),
         (["rounds.judge=nowhere:grade"], "function 'nowhere:grade'"),
         (["rounds.max_completion_length=40"], "recipe.yaml:11: train.max_length=40 must exceed rounds.max_completion"),
@@ -87,6 +88,8 @@ def test_the_resolved_recipe_is_read_again(folder):
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_said_with_its_place(overrides, said, folder, capsys):
+    (folder / "adapter").mkdir()
+    (folder / "adapter" / "adapter_config.json").write_text("{}")
     assert run.main(["recipe.yaml", *overrides]) == 2
     [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert said in line
