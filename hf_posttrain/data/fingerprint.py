@@ -35,7 +35,8 @@ def fingerprint(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, plan: Plan
         teacher_states = {name: tokenizer_state(teacher) for name, teacher in tokenizers.items()}
     except Exception:  # `tokenizers` raises no more specific class
         return None
-    plan = plan._replace(teacher=plan.teacher and plan.teacher._replace(tokenizers={}))
+    # names occur in messages alone: another method with the same columns uses the same cache
+    plan = plan._replace(method="", name="", teacher=plan.teacher and plan.teacher._replace(tokenizers={}))
     return Hasher.hash([dataset._fingerprint, plan, student_state, teacher_states, filled])
 
 

@@ -116,3 +116,14 @@ def test_a_tokenizer_with_a_part_of_the_users_own_is_prepared():
     with pytest.raises(Exception, match="cannot be serialized"):
         tokenizer_state(tokenizer)
     assert prepared(tokenizer)
+
+
+def test_methods_and_data_sets_with_the_same_columns_use_the_same_rows():
+    tokenizer = byte_tokenizer()
+    config = SimpleNamespace(max_length=64, seed=1, per_device_train_batch_size=2)
+    other = SimpleNamespace(max_length=64, seed=2, per_device_train_batch_size=8)
+    first = tokenize_dataset(ROWS, METHODS["sft"], tokenizer, config, "train")
+    assert tokenize_dataset(ROWS, METHODS["kd"], tokenizer, other, "eval")._fingerprint == first._fingerprint
+    pairs = datasets.Dataset.from_list([{"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5"}])
+    of_pairs = [tokenize_dataset(pairs, METHODS[name], tokenizer, config)._fingerprint for name in ("dpo", "cpo", "rm")]
+    assert of_pairs[0] == of_pairs[1] != of_pairs[2]  # rows of RM have a margin
