@@ -190,8 +190,8 @@ def merge_shards(section: ModelSection, checkpoint: Path, folder: Path) -> str:
     try:
         result = model.load_state_dict(state, strict=False, assign=True)
     except RuntimeError as error:
-        mismatch = str(error).partition("size mismatch for ")[2].partition("\n")[0]
-        raise InputError(f"{checkpoint} does not fit {section.name_or_path}. {mismatch}. {fix}") from error
+        mismatch = str(error).partition("size mismatch for ")[2].partition("\n")[0].rstrip(".")
+        raise InputError(f"{checkpoint} does not fit {section.name_or_path}: {mismatch}. {fix}") from error
     missing = [name for name in result.missing_keys if name in required]
     for names, place in ((result.unexpected_keys, "model"), (missing, "checkpoint")):
         if names:

@@ -165,8 +165,9 @@ def test_a_layout_is_logged_when_it_is_new(caplog):
     model, flash = (AutoModelForCausalLM.from_config(tiny_config()) for _ in range(2))
     flash.config._attn_implementation = "flash_attention_2"
     caplog.set_level(logging.INFO, "hf_posttrain")
-    for alongside in ([], [model], [flash]):  # a trainer's own model, then with a second one
-        layout_selection.choose_layout([model, *alongside], "auto")
+    current = None
+    for alongside in ([], [model], [], [flash]):  # a trainer's own model, then with a second one
+        current = layout_selection.choose_layout([model, *alongside], "auto", current=current)
     assert [message.split(" (")[0] for message in caplog.messages] == ["layout: shared", "layout: packed"]
 
 
