@@ -73,11 +73,6 @@ class ChatTemplate(NamedTuple):
         check_unicode(text, "the rendered conversation")
         return self._expand_images(text, messages) if self.expansions else text
 
-    @property
-    def is_tagged(self) -> bool:
-        """Whether the template has {% generation %} tags around the texts of assistants."""
-        return bool(self.tokenizer.chat_template and GENERATION_TAG.search(self.text))
-
     def _expand_images(self, text: str, messages: Messages) -> str:
         """Replace the image tokens of a rendering by the expansions of the images.
 
@@ -94,15 +89,17 @@ class ChatTemplate(NamedTuple):
         expansions = (*self.expansions[:image_count], "")
         return "".join(part + expansion for part, expansion in zip(parts, expansions, strict=True))
 
-    def render_tagged(self, messages: Messages) -> tuple[str, list[tuple[int, int]]]:
-        """Render messages as text.
+    def render_with_spans(self, messages: Messages) -> tuple[str, list[tuple[int, int]] | None]:
+        """Render messages as text, with the positions of its {% generation %} tags.
 
         Returns:
-            The text, and the begin and end of each part of it within {% generation %} tags.
+            The text, and the begin and end of each part of it within tags, or None for a template without them.
 
         Raises:
-            InputError: If the template rejects the messages.
+            InputError: As `render` does.
         """
+        if not self.tokenizer.chat_template or not GENERATION_TAG.search(self.text):
+            return self.render(messages), None
         variables = {**self.tokenizer.special_tokens_map, **(self.kwargs or {})}
         with _rejection(messages):
             inputs, template = self._inputs(messages)
@@ -161,8 +158,6 @@ class ChatTemplate(NamedTuple):
         """
         template, _ = pin_date(self.text)
         always_parts = _reads_parts(self.tokenizer, template)
-        if not always_parts and _are_plain(messages):
-            return messages, template
         messages = [
             {**message, "content": _content_parts(message["content"])}
             if always_parts or MARK in message["content"]
@@ -619,9 +614,9 @@ def with_single_end(
 
     `end_id` is appended if it is absent and the ids do not end in one of `alternative_ends`.
     """
-    last = len(ids) - 1 - ids[::-1].index(end_id) if end_id in ids else None
-    rest = ids[last + 1 :] if last is not None else ids
-    if last is None or (rest and str(tokenizer.decode(rest, skip_special_tokens=True)).strip()):
+    last = len(ids) - 1 - ids[::-1].index(end_id) if end_id in ids else -1
+    rest = ids[last + 1 :]
+    if last < 0 or (rest and str(tokenizer.decode(rest, skip_special_tokens=True)).strip()):
         return ids if ids and ids[-1] in alternative_ends else [*ids, end_id]
     while last and ids[last - 1] == end_id:
         last -= 1

@@ -306,12 +306,11 @@ def encode(samples: list[Sample], rows: list[int], tokenizer: PreTrainedTokenize
             failure = error  # the error of an earlier sample comes first
             break
         texts.append(sample)
-    if plan.assistant_only:
-        texts = _with_assistant_ids(texts, conversations, rows, tokenizer, plan)
+    with_ids = _with_assistant_ids(texts, conversations, rows, tokenizer, plan) if plan.assistant_only else None
     if failure is not None:
         raise failure
-    if plan.assistant_only:
-        return texts
+    if with_ids is not None:
+        return with_ids
 
     # each branch is tokenized with its prompt, and a prompt without answers with an empty one
     pairs = [(text.prompt, branch) for text in texts for branch in text.branches or [""]]
@@ -453,17 +452,13 @@ def _rendered_conversation(
     are_all_chosen = len(chosen) == sum(turn["role"] == "assistant" for turn in turns)
     turns = _without_loss_keys(turns)
 
-    spans = None
-    if template.is_tagged:
-        text, spans = template.render_tagged(turns)
-    else:
-        text = template.render(turns)
+    text, spans = template.render_with_spans(turns)
     full = text.rstrip()
     unread = tuple(template.find_unread(turns, full))
     prompt = None
     if sample.prompt is not None and plan.completion_only is not False:
         prompt = template.prompt_text(_without_loss_keys(sample.prompt))
-    text = text if spans and are_all_chosen else full
+    text = text if spans is not None and are_all_chosen else full
     conversation = Conversation(template, turns, text, spans, None if are_all_chosen else chosen, prompt)
     return sample._replace(unread=unread), conversation
 

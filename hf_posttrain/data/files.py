@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from ..errors import InputError, join_names, path_hint
 
@@ -26,6 +26,7 @@ _FIXES = {
     ".ndjson": "Rename it to .jsonl",
 }
 _PathT = TypeVar("_PathT", bound=str | Path)
+_Options = ParamSpec("_Options")
 
 
 def extension(path: Path) -> str:
@@ -33,12 +34,14 @@ def extension(path: Path) -> str:
     return path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
 
 
-def report_unreadable(problem_of: Callable[[_PathT], str | None]) -> Callable[[_PathT], str | None]:
+def report_unreadable(
+    problem_of: Callable[Concatenate[_PathT, _Options], str | None],
+) -> Callable[Concatenate[_PathT, _Options], str | None]:
     """Wrap a function that returns the problem of a path, so that it returns an OSError as a problem too."""
 
-    def wrapped(path: _PathT) -> str | None:
+    def wrapped(path: _PathT, *args: _Options.args, **options: _Options.kwargs) -> str | None:
         try:
-            return problem_of(path)
+            return problem_of(path, *args, **options)
         except OSError as error:
             return f"{path} cannot be read ({error.strerror})"
 

@@ -517,12 +517,16 @@ def _is_plain(facts: pd.DataFrame | None, form: str) -> bool:
 def null_filled_columns(dataset: AnyDataset) -> list[str]:
     """Return the columns with mappings to which Arrow may have added missing keys as None.
 
-    Without any null in the column, all mappings had the same keys.
+    Without any null in the column, all mappings had the same keys. The nulls inside a value that is JSON are not known.
     """
-    columns = [column for column, kind in (dataset.features or {}).items() if _contains_type(kind, dict)]
+    columns = {column: kind for column, kind in (dataset.features or {}).items() if _contains_type(kind, dict)}
     if not isinstance(dataset, datasets.Dataset):
-        return columns
-    return [column for column in columns if any(map(_has_null, dataset.data.column(column).chunks))]
+        return [*columns]
+    return [
+        column
+        for column, kind in columns.items()
+        if _contains_type(kind, datasets.Json) or any(map(_has_null, dataset.data.column(column).chunks))
+    ]
 
 
 def _has_null(values: pa.Array) -> bool:

@@ -19,6 +19,9 @@ from ..trainer import stateful
 from ..trainer.loss_output import sum_and_count
 
 logger = logging.getLogger(__name__)
+VERSION = 1
+"""Version of the pairing, a part of the fingerprint by which `datasets` caches the pairs. Increase it with any change
+that pairs the same rows differently."""
 STREAM_CHUNK = 1000
 """Number of consecutive rows of a stream that are partners of each other."""
 Columns: TypeAlias = datasets.Dataset | Mapping[str, Sequence[Any]]
@@ -40,7 +43,7 @@ def add_mismatches(rows: AnyDataset, max_length: int | None, seed: int, name: st
             with_indices=True,
             fn_kwargs={"completions": completions, "partners": partners, "max_length": max_length},
             # the hash of all rows and partners would take longer than the pairing
-            new_fingerprint=Hasher.hash([rows._fingerprint, "mismatch_ids", max_length, seed]),
+            new_fingerprint=Hasher.hash([rows._fingerprint, "mismatch_ids", VERSION, max_length, seed]),
         )
         return paired.with_format(None)
     features = datasets.Features({**rows.features, "mismatch_ids": datasets.List(datasets.Value("int32"))})

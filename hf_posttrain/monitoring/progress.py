@@ -55,7 +55,10 @@ def format_metrics(logs: Mapping[str, Any], key_metrics: Mapping[str, str]) -> s
     The losses of more than MAX_LOSSES sources are left out.
     """
     losses = [key for key in logs if key.startswith("loss/")]
-    names = {"loss": "loss", **{key: key for key in losses if len(losses) <= MAX_LOSSES}, **key_metrics}
+    names = {"loss": "loss"}
+    if len(losses) <= MAX_LOSSES:
+        names |= {key: key for key in losses}
+    names |= key_metrics
     entries = [f"{name} {_format_number(logs[key])}" for key, name in names.items() if key in logs]
     if "tokens_per_second" in logs:
         entries.append(f"{logs['tokens_per_second']:,.0f} tokens/s")

@@ -200,10 +200,8 @@ def input_problems(recipe: Recipe) -> Iterator[Problem]:
                 yield (f"{key}.{field}",), f"{key}.{field}: {problem}"
     if recipe.rounds and recipe.rounds.judge.by in MODEL_JUDGES:
         name = str(recipe.rounds.judge.name)
-        problem = _model_problem(Path(name)) or _missing_model_problem(name, recipe)
-        if (Path(name) / "adapter_config.json").is_file() and not (Path(name) / "config.json").is_file():
-            problem = f"{name} is an adapter. Merge it with `hf-posttrain merge`, and set the folder of the result"
-        if problem:
+        fix = "Merge it with `hf-posttrain merge`, and set the folder of the result"
+        if problem := _model_problem(Path(name), adapter_fix=fix) or _missing_model_problem(name, recipe):
             yield ("rounds.judge.name",), f"rounds.judge.name: {problem}"
     for key, source in recipe.sources():
         if problem := source_problem(source.path):
@@ -304,15 +302,22 @@ def _prefix_keys(section: str, problems: Iterable[Problem]) -> Iterator[Problem]
 
 
 @report_unreadable
-def _model_problem(folder: Path) -> str | None:
-    """Return why an existing path is not a model with a tokenizer, or None if it is one or does not exist."""
+def _model_problem(
+    folder: Path, adapter_fix: str = "Set the base model here, and the adapter in `adapter`"
+) -> str | None:
+    """Return why an existing path is not a model with a tokenizer, or None if it is one or does not exist.
+
+    Args:
+        folder: The path.
+        adapter_fix: What to do with an adapter.
+    """
     if not folder.exists():
         return None
     if not folder.is_dir():
         return f"{folder} is a file. Set the folder of a model, or a hub name"
     if not (folder / "config.json").is_file():
         if (folder / "adapter_config.json").is_file():
-            return f"{folder} is an adapter. Set the base model here, and the adapter in `adapter`"
+            return f"{folder} is an adapter. {adapter_fix}"
         return f"folder {folder} is not a model, since it has no config.json"
     try:
         json.loads((folder / "config.json").read_text(encoding="utf-8"))

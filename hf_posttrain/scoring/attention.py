@@ -212,9 +212,11 @@ def _attend_each_segment(
     for number, size in enumerate(sizes):
         groups.setdefault(size if images is None else number, []).append(number)
 
-    outputs = [states[0]] * len(sizes)
+    outputs: dict[int, Tensor] = {}
     for numbers in groups.values():
-        q, k, v = (torch.stack([part[n] for n in numbers]).transpose(1, 2) for part in split_states)
+        # a segment of its own is not copied
+        stacked = (torch.stack([p[n] for n in numbers]) if numbers[1:] else p[numbers[0]][None] for p in split_states)
+        q, k, v = (part.transpose(1, 2) for part in stacked)  # [segments, heads, length, D]
         same_image = None
         if split_images is not None:
             of_queries, of_keys = (part[numbers[0]] for part in split_images)
@@ -223,9 +225,8 @@ def _attend_each_segment(
         options: dict[str, Any] = {"scaling": scaling, "dropout": dropout, "is_causal": mask is None}
         with torch.autocast(q.device.type, enabled=False):
             computed, _ = sdpa_attention_forward(module, q, k, v, mask, **options)  # [segments, length, heads, D]
-        for n, output in zip(numbers, computed, strict=True):
-            outputs[n] = output
-    return torch.cat(outputs)[None].to(output_dtype)
+        outputs |= zip(numbers, computed, strict=True)
+    return torch.cat([outputs[n] for n in range(len(sizes))])[None].to(output_dtype)
 
 
 def _supports_varlen(query: Tensor, value: Tensor) -> bool:

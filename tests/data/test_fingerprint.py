@@ -12,7 +12,7 @@ from vision_for_tests import processor_of
 
 from hf_posttrain.data.fingerprint import tokenizer_state
 from hf_posttrain.data.images import attach_image_reader, get_image_reader
-from hf_posttrain.data.prepare import tokenize_dataset
+from hf_posttrain.data.prepare import null_filled_columns, tokenize_dataset
 from hf_posttrain.methods import METHODS
 from hf_posttrain.teachers.options import TEACHER
 
@@ -127,3 +127,20 @@ def test_methods_and_data_sets_with_the_same_columns_use_the_same_rows():
     pairs = datasets.Dataset.from_list([{"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5"}])
     of_pairs = [tokenize_dataset(pairs, METHODS[name], tokenizer, config)._fingerprint for name in ("dpo", "cpo", "rm")]
     assert of_pairs[0] == of_pairs[1] != of_pairs[2]  # rows of RM have a margin
+
+
+def test_columns_that_arrow_has_filled_are_those_with_nulls_or_json_inside():
+    turn = {"role": "user", "content": "1"}
+    weighted = turn | {"weight": 1}
+    of_json = datasets.Features({"m": datasets.List({"role": datasets.Value("string"), "x": datasets.Json()})})
+    columns = {
+        "complete": datasets.Dataset.from_dict({"m": [[turn], [turn, turn]]}),
+        "filled": datasets.Dataset.from_dict({"m": [[turn], [weighted]]}),
+        "deep": datasets.Dataset.from_dict({"m": [[turn | {"f": {"a": 1}}], [turn | {"f": {"b": 1}}]]}),
+        "missing": datasets.Dataset.from_dict({"m": [[turn], None]}),
+        "json": datasets.Dataset.from_dict({"m": [[{"role": "user", "x": {"a": None}}]]}, features=of_json),
+        "text": datasets.Dataset.from_dict({"m": ["a", None]}),
+    }
+    found = {name: null_filled_columns(rows) for name, rows in columns.items()}
+    assert found == {name: ["m"] if name in ("filled", "deep", "missing", "json") else [] for name in columns}
+    assert null_filled_columns(columns["complete"].to_iterable_dataset()) == ["m"]

@@ -209,6 +209,15 @@ def tiles_of(count):
     return [slice(start, min(start + 2, count)) for start in range(0, max(count, 1), 2)]
 
 
+def assert_same_diagnostics(found, expected):
+    """The logs of two runs."""
+    measured = {key for key in (*found, *expected) if key.startswith("position/")}
+    measured |= {"distill/near_mass", "distill/special_share"}
+    assert len(measured) > 8
+    for key in measured:
+        assert found[key] == pytest.approx(expected[key], rel=1e-5, abs=1e-7), key
+
+
 @pytest.mark.parametrize("name", LOSSES)
 def test_diagnostics_do_not_depend_on_the_loss(name, tmp_path, monkeypatch):
     fix_rollouts(monkeypatch)
@@ -218,10 +227,7 @@ def test_diagnostics_do_not_depend_on_the_loss(name, tmp_path, monkeypatch):
         trainer = trainer_for("opd", tiny_model(), token_rows("opd", 8), tmp_path, second=tiny_model(seed=9), **options)
         trainer.train()
         logs.append(trainer.state.log_history[0])
-    measured = [key for key in logs[0] if key.startswith("position/")] + ["distill/near_mass", "distill/special_share"]
-    assert len(measured) > 8
-    for key in measured:
-        assert logs[0][key] == pytest.approx(logs[1][key], rel=1e-5, abs=1e-7), key
+    assert_same_diagnostics(*logs)
     if name in ("reverse_kl", "jsd"):  # the part of a rollout up to its first eighth has fewer tokens than all
         assert logs[1]["distill/top1_agreement"] == logs[0]["distill/top1_agreement"]
 
@@ -265,7 +271,4 @@ def test_cached_hidden_states_give_the_diagnostics_of_the_teacher(tmp_path):
         trainer = trainer_for("opd", models[0], token_rows("opd", 8), tmp_path / folder, second=models[1], **options)
         trainer.train()
         logs.append(trainer.state.log_history[0])
-    measured = [key for key in logs[1] if key.startswith("position/")] + ["distill/near_mass", "distill/special_share"]
-    assert len(measured) > 8
-    for key in measured:
-        assert logs[0][key] == pytest.approx(logs[1][key], rel=1e-5, abs=1e-7), key
+    assert_same_diagnostics(*logs)

@@ -5,6 +5,6 @@ from hf_posttrain.data.assistant_mask import Conversation, assistant_masks
 
 def assistant_mask(template, messages, chosen=None):
     """The ids and the mask of a conversation."""
-    text, spans = template.render_tagged(messages) if template.is_tagged else (template.render(messages), None)
+    text, spans = template.render_with_spans(messages)
     [result] = assistant_masks(template.tokenizer, [Conversation(template, messages, text, spans, chosen)])
     return result
