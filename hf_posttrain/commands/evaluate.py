@@ -180,7 +180,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("model", metavar="MODEL", help="a run's output_dir, another folder or a hub name")
+    model_help = "a language model or a reward model: a run's output_dir, another folder or a hub name"
+    parser.add_argument("model", metavar="MODEL", help=model_help)
     for name, (options, help_text) in _OPTIONS.items():
         parser.add_argument(f"--{name}", help=help_text, **options)
     parser.add_shared("columns", "chat_template", "chat_template_kwargs")

@@ -1,5 +1,6 @@
 """Versions of other packages with which the tests have run. constraints.txt has the same versions."""
 
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 from packaging.version import Version
@@ -14,6 +15,7 @@ TESTED = {
 }
 
 
+@cache
 def newer_than_tested() -> str:
     """Return a line with the installed packages that are newer than the tested ones, or an empty string."""
     newer = []

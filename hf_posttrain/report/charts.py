@@ -118,6 +118,26 @@ def list_metrics(*histories: History) -> list[str]:
     return sorted(names, key=lambda name: (name != "loss", name))
 
 
+class Summary(NamedTuple):
+    """Points of a series, each as (step, value), and the number of its values that are not finite."""
+
+    first: tuple[float, float]
+    last: tuple[float, float]
+    lowest: tuple[float, float]
+    highest: tuple[float, float]
+    nonfinite: int
+
+
+def summarize(series: Series) -> Summary | None:
+    """Return the summary of a series, or None if it has no finite value."""
+    points = series.finite_points()
+    if not len(points):
+        return None
+    indices = (0, len(points) - 1, int(points[:, 1].argmin()), int(points[:, 1].argmax()))
+    first, last, lowest, highest = ((float(points[i, 0]), float(points[i, 1])) for i in indices)
+    return Summary(first, last, lowest, highest, nonfinite=len(series.steps) - len(points))
+
+
 def thin(series: Series, limit: int) -> Series:
     """Reduce a series to at most `limit` logged points.
 
@@ -266,11 +286,9 @@ def _draw(chart: Chart, axes: Any) -> None:
     axes.annotate("step", (0, 0), xycoords="axes fraction", gid=".y", **below)
 
     # about five round numbers on each axis, from 0 to the last step and around the values
-    points = [point for line in chart.lines for point in line.series.finite()] or [(0.0, 0.0)]
-    steps, values = zip(*points, strict=True)
-    last = max(1.0, *steps)
-    low = min(values)
-    high = max(values)
+    points = np.concatenate([line.series.finite_points() for line in chart.lines])
+    last = points[:, 0].max(initial=1.0)
+    low, high = (points[:, 1].min(), points[:, 1].max()) if len(points) else (0.0, 0.0)
     # add space around a constant
     if high - low <= 1e-6 * max(abs(low), abs(high)):
         low = low - (abs(low) / 2 or 1)

@@ -1,7 +1,6 @@
 """Reader of a run's folder. Nothing is unpickled, and access tokens are removed."""
 
 import json
-import math
 import os
 import re
 import shlex
@@ -10,8 +9,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
 
 from ..errors import InputError, path_hint
 from ..methods import METHODS
@@ -33,7 +35,12 @@ class Series(NamedTuple):
 
     def finite(self) -> list[tuple[float, float]]:
         """Return the (step, value) with a finite value."""
-        return [(step, value) for step, value in zip(*self, strict=True) if math.isfinite(value)]
+        return [*map(tuple, self.finite_points().tolist())]
+
+    def finite_points(self) -> np.ndarray:
+        """Return the steps and values with a finite value, [n, 2]."""
+        points = np.array(self, dtype=float).reshape(2, -1).T
+        return points[np.isfinite(points[:, 1])]
 
 
 History: TypeAlias = Mapping[str, Series]
@@ -61,16 +68,22 @@ def _adapter_location(folder: Path) -> str | None:
 
 
 def _curves(entry: dict[str, Any]) -> dict[str, float]:
-    """Return the numbers of a log entry that belong to curves.
+    """Return the numbers of a log entry that belong to curves."""
+    names = _curve_names(tuple(key for key, value in entry.items() if isinstance(value, int | float)))
+    return {name: float(entry[key]) for key, name in names.items()}
 
-    Keys of an evaluation start with eval_, also if the user has set another prefix.
+
+@lru_cache
+def _curve_names(keys: tuple[str, ...]) -> dict[str, str]:
+    """Return the keys of a log entry that belong to curves, and the names of the curves.
+
+    Names of an evaluation start with eval_, also if the user has set another prefix.
     """
-    numbers = {key: float(value) for key, value in entry.items() if isinstance(value, int | float)}
-    prefix = next((key.removesuffix("_runtime") for key in numbers if key.endswith("_runtime")), "eval")
+    prefix = next((key.removesuffix("_runtime") for key in keys if key.endswith("_runtime")), "eval")
     added = "" if prefix in ("eval", "train") or prefix.startswith("eval_") else "eval_"
     return {
-        added + key if key.startswith(f"{prefix}_") else key: value
-        for key, value in numbers.items()
+        key: added + key if key.startswith(f"{prefix}_") else key
+        for key in keys
         if key not in _NOT_CURVES and not key.endswith(_TIME_SUFFIXES)
     }
 
@@ -244,6 +257,8 @@ def _latest(files: Sequence[Path]) -> tuple[Path, dict[str, Any]]:
     of two runs it is the one that was written last.
     """
     states = {file: _read_json(file) for file in files}
+    if len(files) == 1:
+        return next(iter(states.items()))
     logs = {file: json.dumps(state.get("log_history", []))[:-1] for file, state in states.items()}  # as text, for NaN
     newest = max(files, key=lambda file: file.stat().st_mtime)
     with_longest_log = max(files, key=lambda file: len(logs[file]))

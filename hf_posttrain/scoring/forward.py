@@ -37,7 +37,7 @@ class LMHead:
     It is the language modeling head of a causal LM, or the score layer of a reward model.
     """
 
-    module: nn.Module  # the layer, or an identity if the model's own logits replace the hidden states
+    module: nn.Module  # `scored_layer`, or an identity if the model's own logits replace the hidden states
     original_forward: Callable[[Tensor], Tensor]
     transform: LogitTransform
 
@@ -47,7 +47,7 @@ class LMHead:
         if getattr(model, USES_OWN_LOGITS, False):
             identity = nn.Identity()
             return cls(identity, identity.forward, LogitTransform())
-        module = output_layer(model)
+        module = scored_layer(output_layer(model))
         if is_reward_model(model):
             return cls(module, module.forward, LogitTransform())
         return cls(module, module.forward, LogitTransform.from_config(model.config.get_text_config()))
@@ -66,9 +66,6 @@ class LMHead:
     def linear(self) -> LinearHead | None:
         """Head as a weight and a bias, or None for any other head (with an adapter, or quantized)."""
         module: Any = self.module
-        if hasattr(module, "modules_to_save"):  # PEFT's trained copy of the head
-            original = module.original_module if module.disable_adapters else None
-            module = original or module.modules_to_save[module.active_adapters[0]]
         is_linear = type(module).forward is nn.Linear.forward  # also for FSDP2's subclass of nn.Linear
         return LinearHead(module.weight, module.bias, self.transform) if is_linear else None
 
@@ -110,6 +107,13 @@ def output_layer(model: nn.Module) -> Any:
     """Return the language modeling head, or the score layer of a reward model."""
     inner = causal_lm(model)
     return inner.score if is_reward_model(inner) else inner.get_output_embeddings()
+
+
+def scored_layer(head: Any) -> nn.Module:
+    """Return the module that computes the output of a head: of a layer that PEFT trains whole, its trained copy."""
+    if not hasattr(head, "modules_to_save"):
+        return head
+    return head.original_module if head.disable_adapters else head.modules_to_save[head.active_adapters[0]]
 
 
 def cache_argument(model: nn.Module) -> str:
@@ -181,9 +185,9 @@ def _scoring_forward(model_class: type[PreTrainedModel]) -> Callable[..., Any]:
         # PEFT passes all arguments on, most of them None
         outputs = backbone(*args, **{name: value for name, value in kwargs.items() if value is not None})
         hidden = outputs.last_hidden_state + zero_with_grad(features) if blank_image else outputs.last_hidden_state
-        # the head module is called so that ZeRO-3's hooks gather its weights; the scorer runs inside this call
+        # the layer is called so that ZeRO-3's hooks gather its weights; the scorer runs inside this call
         with _replaced_forward(head.module, functools.partial(scorer, head)):
-            scores = head.module(hidden)
+            scores = output_layer(model)(hidden)
         router_logits = getattr(outputs, "router_logits", None)
         return scores if router_logits is None else scores | {"router_logits": router_logits}
 

@@ -11,7 +11,17 @@ import yaml
 from models_for_tests import tiny_model
 from peft import LoraConfig
 from PIL import Image
-from training_for_tests import LORA, METHODS, TABLE, assert_same_step, one_step, policy_of, quick, trainer_for
+from training_for_tests import (
+    LORA,
+    METHODS,
+    TABLE,
+    assert_same_step,
+    one_step,
+    policy_of,
+    quick,
+    train_with_report,
+    trainer_for,
+)
 from transformers import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     AutoModelForImageTextToText,
@@ -20,7 +30,7 @@ from transformers import (
 )
 from vision_for_tests import KINDS, config_of, pictures, processor_of, seeing
 
-from hf_posttrain import RewardConfig, RewardTrainer, report
+from hf_posttrain import RewardConfig, RewardTrainer
 from hf_posttrain.data.images import get_image_reader, image_size, to_stored_image
 from hf_posttrain.errors import InputError
 from hf_posttrain.methods import config_class, trainer_class
@@ -504,12 +514,7 @@ def test_the_code_on_the_card_answers_a_picture(lora, tmp_path, monkeypatch, cap
     model = type(model).from_pretrained(tmp_path / "base")
     adapter = {"peft_config": LoraConfig(**LORA, task_type="CAUSAL_LM")} if lora else {}
     trainer = trainer_for("sft", model, conversations("sft"), tmp_path / "run", **given, **adapter)
-    report.follow(trainer)
-    trainer.train()
-    trainer.save_model()
-    trainer.save_state()
-    report.write(tmp_path / "run")
-    card = (tmp_path / "run" / "README.md").read_text(encoding="utf-8")
+    card = train_with_report(trainer)
     assert "pipeline_tag: image-text-to-text" in card
     monkeypatch.chdir(tmp_path)
     (tmp_path / "image.jpg").symlink_to(PHOTO)

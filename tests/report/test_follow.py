@@ -28,6 +28,7 @@ from training_for_tests import (
     quick,
     second_model,
     token_rows,
+    train_with_report,
     trainer_for,
 )
 from transformers import AutoModelForSequenceClassification, TrainerCallback, TrainerState
@@ -352,15 +353,11 @@ def test_run_json_says_how_the_run_was_set_up(tmp_path, monkeypatch):
 def test_from_python_without_a_recipe(tmp_path):
     """As README has it: follow, train, save, write."""
     trainer = trainer_for("kto", tiny_model(), token_rows("kto"), tmp_path, max_steps=2)
-    report.follow(trainer)
-    trainer.train()
-    trainer.save_model()
-    trainer.save_state()
-    report.write(trainer.args.output_dir)
+    card = train_with_report(trainer)
     page = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
     assert "Kahneman-Tversky" in page.words
     assert dict(page.table("Hyper-parameters"))["beta"] == "0.1"
-    assert "ethayarajh2024kto" in (tmp_path / "README.md").read_text(encoding="utf-8")
+    assert "ethayarajh2024kto" in card
 
 
 @pytest.mark.parametrize("lora", [pytest.param(False, marks=pytest.mark.slow), True])
@@ -397,12 +394,7 @@ def test_the_code_on_the_card_of_a_reward_model_scores(lora, tmp_path, monkeypat
         "rm", model, datasets.Dataset.from_list([row] * 2), tmp_path / "run", tokenizer=byte_tokenizer(QWEN3),
         peft_config=LoraConfig(**LORA, task_type="SEQ_CLS") if lora else None, learning_rate=1e-2,
     )  # fmt: skip
-    report.follow(trainer)
-    trainer.train()
-    trainer.save_model()
-    trainer.save_state()
-    report.write(tmp_path / "run")
-    text = (tmp_path / "run" / "README.md").read_text(encoding="utf-8")
+    text = train_with_report(trainer)
     code = text.partition("```python\n")[2].partition("```")[0].replace("What is 2 + 2?", "2+2?")
     assert ("AutoPeftModelForSequenceClassification" in code) is lora
     assert "pipeline_tag: text-classification" in text

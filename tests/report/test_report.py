@@ -168,7 +168,7 @@ def test_names_of_lines_are_text_in_a_chart(tmp_path):
 
 def in_words(chart):
     environment = Environment(loader=PackageLoader("hf_posttrain.report"), trim_blocks=True, lstrip_blocks=True)
-    known = {"format_number": charts.format_number}
+    known = {"charts": charts, "format_number": charts.format_number}
     return str(environment.get_template("parts.html").make_module(known).description(chart))
 
 

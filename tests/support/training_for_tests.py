@@ -3,6 +3,7 @@
 import copy
 import os
 import random
+from pathlib import Path
 
 import datasets
 import peft
@@ -12,6 +13,7 @@ from models_for_tests import tiny_model
 from tokenizers_for_tests import byte_tokenizer
 from transformers import AutoModelForSequenceClassification, TrainerCallback
 
+from hf_posttrain import report
 from hf_posttrain.generation import rollout
 from hf_posttrain.methods import METHODS as TABLE
 from hf_posttrain.methods import config_class, trainer_class
@@ -87,6 +89,17 @@ def trainer_for(method, model, rows, tmp_path, second=None, eval_rows=None, call
         model, config_class(row)(**config), None, rows, eval_rows, tokenizer or byte_tokenizer(),
         peft_config=peft_config, callbacks=callbacks, **kwargs,
     )  # fmt: skip
+
+
+def train_with_report(trainer):
+    """Train, save and write the report, as README has it, and return the text of the model card."""
+    folder = Path(trainer.args.output_dir)
+    report.follow(trainer)
+    trainer.train()
+    trainer.save_model()
+    trainer.save_state()
+    report.write(folder)
+    return (folder / "README.md").read_text(encoding="utf-8")
 
 
 def as_reward_model(model):

@@ -35,7 +35,7 @@ def check_judge(section: JudgeSection) -> tuple[Any, PreTrainedTokenizerBase]:
     model = section_from_name(str(section.name))
     is_reward_model = section.by == "model"
     if model.adapter and not (is_reward_model and model.head == "score"):
-        fix = "Merge it into its base first (merge_and_unload of PEFT)"
+        fix = f"Merge it into its base first: hf-posttrain merge {section.name} OUT"
         raise InputError(f"judge: {section.name} is an adapter. {fix}")
     config = load.check_model(model)
     if is_reward_model and not model.adapter and not load.is_classifier(config):
