@@ -441,6 +441,11 @@ class SavingMixin(TrainerInterface):
             if config.get("dtype") in ("bfloat16", "float16"):
                 file.write_text(json.dumps(config | {"dtype": "float32"}, indent=2) + "\n", encoding="utf-8")
 
+    def save_state(self) -> None:
+        """Write trainer_state.json to the output folder."""
+        if self.is_world_process_zero():
+            checkpoint.write_state(self.state, Path(self.args.output_dir, "trainer_state.json"))
+
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Save a checkpoint in a folder that is renamed after completion. Its time does not count as training time."""
         run = self.args.output_dir

@@ -11,7 +11,7 @@ import pytest
 import torch
 from models_for_tests import tiny_model
 from tokenizers_for_tests import byte_tokenizer
-from transformers import AutoModelForSequenceClassification, TrainerCallback
+from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoModelForSequenceClassification, TrainerCallback
 
 from hf_posttrain import report
 from hf_posttrain.generation import rollout
@@ -37,6 +37,12 @@ def usual(method):
     row = TABLE[method]
     options = {"max_completion_length": 6} if row.rows.sampled else {}
     return options | ({"precompute_ref_log_probs": False} if row.second == "reference" else {})
+
+
+def has_head(method, architecture):
+    """Whether transformers has the method's head for an architecture: not all have a sequence classifier."""
+    config = type(tiny_model(architecture).config)
+    return TABLE[method].head == "language" or config in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
 
 def second_model(method, architecture="qwen3", seed=9, teachers_only=True):

@@ -19,6 +19,7 @@ from training_for_tests import (
     assert_same_step,
     fake_generate,
     fix_rollouts,
+    has_head,
     names_where,
     one_step,
     quick,
@@ -57,12 +58,6 @@ def partners_of(method, rows, tmp_path):
         return None
     trainer = trainer_for(method, tiny_model(), rows, tmp_path)
     return find_partners(trainer.train_dataset, trainer.args.seed)
-
-
-def has_head(method, architecture):
-    """Whether transformers has the method's head for an architecture: not all have a sequence classifier."""
-    classifiers = tf.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
-    return TABLE[method].head == "language" or type(tiny_model(architecture).config) in classifiers
 
 
 def cases(methods):
