@@ -84,7 +84,7 @@ def test_no_tensor_of_tokens_by_vocabulary(method, config, tmp_path, monkeypatch
 
     assert trainer.state.log_history[0]["loss"] > 0 or TABLE[method].rows.sampled
     assert seen.elements <= head.TILE_ELEMENTS, f"{seen.shape} has {seen.elements / 1e6:.0f} million elements"
-    assert seen.elements > V, "the head was not seen at work"
+    assert seen.elements > V or TABLE[method].head == "score", "the head was not seen at work"
     assert TOKENS * V > 30 * head.TILE_ELEMENTS  # what full logits would have been
 
 
