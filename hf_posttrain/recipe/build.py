@@ -195,9 +195,11 @@ def check_models(
     # the adapter, and the modules that it names
     peft_config = adapters.lora_config(recipe.model, recipe.where("model.lora"))
     if not (recipe.model.lora or {}).keys() <= {"r", "alpha", "dropout"}:
+        with error_context(recipe.where("model.name_or_path")):
+            skeleton = models.load_skeleton(recipe.model)
         try:
             with torch.device("meta"):
-                adapters.add_adapter(models.load_skeleton(recipe.model), peft_config)
+                adapters.add_adapter(skeleton, peft_config)
         except InputError as error:
             option = str(error).split(": ")[1]
             raise InputError(f"{recipe.where(f'model.lora.{option}')}: {error}") from error

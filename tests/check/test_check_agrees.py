@@ -126,6 +126,10 @@ def changed(recipe, **model):
 
 
 REFUSED = {
+    "no_classifier": (
+        changed(plain("rm", model="hybrid"), lora={"r": 2, "trainable_token_indices": [1, 2]}),
+        "model hybrid (lfm2) has no sequence classifier",
+    ),
     "no_experts": (plain("sft", router_aux_loss_coef=0.01), "this model has no load-balancing loss"),
     "no_merge": (changed(plain("sft", merge_lora=True), lora={"r": 2, "lora_bias": True}), "PEFT cannot merge"),
     "adapter_of_another": (changed(plain("sft", model="bos"), adapter="whole"), "was not trained on bos"),
