@@ -175,6 +175,7 @@ def check(
     from ..models.adapters import describe_adapter
     from ..monitoring.versions import newer_than_tested
     from ..recipe.datasets import audit_data, prepare_data
+    from ..trainer.saving import check_folder
     from . import memory, placement, plan, probe, token_preview
     from .auto_checkpointing import disable_unneeded_checkpointing
 
@@ -194,6 +195,8 @@ def check(
         finally:
             logger.setLevel(level)
         warn_if_too_long(rows["train"], models[0].config, config)
+        with error_context(recipe.where("train.output_dir")):
+            check_folder(policy, str(config.output_dir), config.merge_lora)
         check_resumption(recipe, config, trainer_class, rows["train"], policy, checks_hardware)
         engine = placement.engine_from_file(config_file) if config_file else placement.engine_from_config(config)
         disable_unneeded_checkpointing(recipe, config, trainer_class, rows, engine, memory_gib)

@@ -413,7 +413,7 @@ class PostTrainer(StepMixin, EvaluationMixin, SavingMixin, ResumeMixin, Optimize
         resume_from_checkpoint = checkpoint.resolve_checkpoint(self, resume_from_checkpoint)
         self.saved_step = checkpoint.step_in_output_dir(self, resume_from_checkpoint)
         stateful.load(self.stateful, resume_from_checkpoint)
-        saving.check_folder(self, self.args.output_dir, self.args.merge_lora)
+        saving.check_folder(self.model, self.args.output_dir, self.args.merge_lora)
         if self.args.save_strategy != "no" and self.args.should_save:
             output_dir.check_space(self.args.output_dir, output_dir.min_checkpoint_bytes(self.model))
 

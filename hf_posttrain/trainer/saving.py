@@ -258,20 +258,20 @@ def adapter_folder(policy: peft.PeftModel, folder: str | Path) -> Path:
 # ---- verification
 
 
-def check_folder(trainer: TrainerInterface, folder: str | Path, merged: bool) -> None:
+def check_folder(model: nn.Module, folder: str | Path, merged: bool) -> None:
     """Raise InputError if a folder has a model and would get an adapter of another model, or the reverse.
 
     `from_pretrained` would apply the adapter to the model in the same folder.
 
     Args:
-        trainer: The trainer.
+        model: The policy.
         folder: The output folder.
         merged: Whether the adapter is saved as part of a model.
     """
-    model = forward.unwrap_model(trainer.model)
-    adapter = isinstance(model, peft.PeftModel) and not merged
+    inner = forward.unwrap_model(model)
+    adapter = isinstance(inner, peft.PeftModel) and not merged
     others = [name for name in (_MODEL_FILES if adapter else ("adapter_config.json",)) if Path(folder, name).exists()]
-    if not others or (adapter and Path(model.get_base_model().config.name_or_path).resolve() == Path(folder).resolve()):
+    if not others or (adapter and Path(inner.get_base_model().config.name_or_path).resolve() == Path(folder).resolve()):
         return
     kinds = ("an adapter", "a full model") if adapter else ("a full model", "an adapter")
     raise InputError(
@@ -404,7 +404,7 @@ class SavingMixin(TrainerInterface):
         folder = output_dir or self.args.output_dir
         # Checkpoints keep the adapter, to be resumed. Trainer passes a folder for them, and none for push_to_hub.
         merged = self.args.merge_lora and not (_internal_call and output_dir)
-        check_folder(self, folder, merged)
+        check_folder(self.model, folder, merged)
         with input_error_on_write(folder), original_dropout(self.model):
             if self.args.should_save:  # a tokenizer without a chat template does not replace that of an earlier run
                 Path(folder, "chat_template.jinja").unlink(missing_ok=True)

@@ -480,6 +480,22 @@ def test_a_check_compares_the_adapter_of_a_resumption(folder):
     assert "resume_despite" not in str(caught.value)
 
 
+def test_an_adapter_next_to_a_full_model_is_rejected_as_by_the_run(folder):
+    """And the reverse: `from_pretrained` would add one to the other."""
+    tiny_model().save_pretrained("tiny")
+    (folder / "out").mkdir()
+    for name, overrides, kinds in (
+        ("model.safetensors", ["model.lora={r: 2}"], "an adapter and holds a full model"),
+        ("adapter_config.json", ["model.lora={r: 2}", "train.merge_lora=true"], "a full model and holds an adapter"),
+        ("adapter_config.json", [], "a full model and holds an adapter"),
+    ):
+        (folder / "out" / name).write_text("{}")
+        with pytest.raises(InputError, match=f"out would get {kinds}"):
+            checked("train.output_dir=out", "model.from_scratch=false", *overrides)
+        (folder / "out" / name).unlink()
+    assert checked("train.output_dir=out", "model.from_scratch=false")
+
+
 def test_notes_about_an_earlier_run_and_the_rate_of_an_adapter(folder):
     tiny_model().save_pretrained("tiny")
     adapter = ["model.from_scratch=false", "model.lora.r=4", "data.eval=null"]
