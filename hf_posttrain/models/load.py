@@ -305,7 +305,7 @@ def load_model(
     """
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     config = check_model(section)
-    _check_head(section, config)
+    check_head(section, config)
 
     trains_all_weights = trainable and section.lora is None and not section.adapter
     options = apply_config_options(config, options or {})
@@ -398,7 +398,7 @@ def _check_adapter_keys(policy: peft.PeftModel, section: ModelSection, on_meta: 
 def load_skeleton(section: ModelSection) -> PreTrainedModel:
     """Return the model of `section` on the meta device, without weights but with its generation config."""
     config = check_model(section)
-    _check_head(section, config)
+    check_head(section, config)
     with as_input_error("model", section.name_or_path), unsharded_initialization(), torch.device("meta"):
         model = _auto_class(section, config).from_config(config, **_auto_class_kwargs(section))
     if generation_config := load_generation_config(section):
@@ -406,7 +406,7 @@ def load_skeleton(section: ModelSection) -> PreTrainedModel:
     return model
 
 
-def _check_head(section: ModelSection, config: PreTrainedConfig) -> None:
+def check_head(section: ModelSection, config: PreTrainedConfig) -> None:
     """Set the number of labels of a reward model. Raise InputError if a model cannot have the head of its section."""
     name = section.name_or_path
     if section.head == "language":

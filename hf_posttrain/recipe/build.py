@@ -169,7 +169,9 @@ def check_models(
     # tokenizers and vocabularies
     with error_context(recipe.where("model.name_or_path")):
         tokenizer = models.load_tokenizer(recipe.model)
-        models.check_tokenizer_fits(tokenizer, models.check_model(recipe.model), recipe.model.name_or_path)
+        model_config = models.check_model(recipe.model)
+        models.check_tokenizer_fits(tokenizer, model_config, recipe.model.name_or_path)
+        models.check_head(recipe.model, model_config)
     with error_context(recipe.where("train.chat_template_kwargs")):
         check_template_options(tokenizer, recipe.train.get("chat_template_kwargs") or {})
     for name, teacher in recipe.teacher_sections():
@@ -195,11 +197,9 @@ def check_models(
     # the adapter, and the modules that it names
     peft_config = adapters.lora_config(recipe.model, recipe.where("model.lora"))
     if not (recipe.model.lora or {}).keys() <= {"r", "alpha", "dropout"}:
-        with error_context(recipe.where("model.name_or_path")):
-            skeleton = models.load_skeleton(recipe.model)
         try:
             with torch.device("meta"):
-                adapters.add_adapter(skeleton, peft_config)
+                adapters.add_adapter(models.load_skeleton(recipe.model), peft_config)
         except InputError as error:
             option = str(error).split(": ")[1]
             raise InputError(f"{recipe.where(f'model.lora.{option}')}: {error}") from error
