@@ -470,8 +470,12 @@ def expected(plain, kind, form, row, options):
     need(all(row.get(column) is not None for column in form.split(" + ")))
     label = None
     if form.endswith(" + label"):
-        need(type(row["label"]) in (bool, int, float) and row["label"] in (0, 1))
-        label = bool(row["label"])
+        need(type(row["label"]) in (bool, int, float, str))
+        text = str(row["label"]).lower()
+        need(text in ("true", "1", "1.0", "false", "0", "0.0"))
+        label = text in ("true", "1", "1.0")
+    if kind.classified and (margin := row.get("margin")) is not None:
+        need(type(margin) in (int, float) and math.isfinite(margin))
     tokenised = "_ids" in form
     size = max(plain.special.values()) + 1
     prompt, branches, mask = token_row(row, size, kind) if tokenised else text_row(plain, row, kind, form, options)
@@ -544,7 +548,7 @@ def check_message(error, form, where=f"fuzz, row {ROW}: "):
     assert text.startswith(where), text
     assert "\n" not in text, text
     assert len(text) < 600, text
-    about = [*form.split(" + "), "input", "tools", "label", "completion_", "chat template", "rendered"]
+    about = [*form.split(" + "), "input", "tools", "label", "margin", "completion_", "chat template", "rendered"]
     about += ["assistant_only_loss"]
     assert any(name in text for name in about), text
 
@@ -555,6 +559,11 @@ def as_trained(out):
     masks, labels = (out.get(name, [None] * len(out["row"])) for name in ("completion_mask", "label"))
     rows = zip(out["prompt_ids"], zip(*(out[n] for n in names), strict=True), masks, labels, out["state"], strict=True)
     return [(prompt, list(branches), mask, label, bits & 7) for prompt, branches, mask, label, bits in rows]
+
+
+def strip_end(ids, pad):
+    """The ids without the padding at their end."""
+    return strip_end(ids[:-1], pad) if ids and ids[-1] == pad else ids
 
 
 def outcome(plain, method, row, options, form):
@@ -570,6 +579,9 @@ def outcome(plain, method, row, options, form):
             tokenise(batch, [ROW], plain.tokenizer, plan)
         check_message(raised.value, form)
         return "refused"
+    if kind.classified and "_ids" not in form:  # transformers reads the score before padding, also if that is the EOS
+        pad = plain.tokenizer.pad_token_id
+        whole = [e and (e[0], [strip_end(ids, pad) for ids in e[1]], *e[2:]) for e in whole]
     examples = [example and cut(*example, kind, options, plain.tokenizer.bos_token_id) for example in whole]
     made = as_trained(tokenise(batch, [ROW], plain.tokenizer, plan))
     lost = [example is None and bits & NO_TARGET for example, (*_, bits) in zip(examples, made, strict=True)]
