@@ -1,5 +1,5 @@
-# The project's commands. `make` lists them. Settings: PYTHON, VENV, FLOOR_TORCH, WORKERS (processes of the suite), PYTEST
-# (more arguments for pytest), BENCH (arguments for the benchmark).
+# The project's commands. `make` lists them. Settings: PYTHON, VENV, FLOOR_TORCH, WORKERS (processes of the suite), PACKAGE
+# (a subpackage, whose tests alone `make test` runs), PYTEST (more arguments for pytest), BENCH (arguments for the benchmark).
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -12,6 +12,7 @@ GPU_VENV ?= .venv-gpu
 PYTHON312 ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python3.12) python3.12)
 VLLM ?= $(abspath $(VLLM_VENV))/bin/vllm
 WORKERS ?= 2
+PACKAGE ?=
 PYTEST ?=
 BENCH ?= --method all --against trl
 
@@ -25,6 +26,7 @@ GPU_STAMP := $(GPU_VENV)/.installed
 FLOOR_STAMP := $(FLOOR_VENV)/.installed-torch-$(FLOOR_TORCH)
 SOURCES := hf_posttrain tests benchmarks recipes docs
 SUITE := -m pytest -n $(WORKERS) --dist loadfile
+QUICK := not slow and not long and not vllm and not real
 PIP := -m pip install -q --disable-pip-version-check
 
 export HF_HUB_OFFLINE := 1
@@ -33,7 +35,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help venv quickstart test suite test-all test-floor test-newest test-real test-gpu test-vllm vllm lint types docs fields site bench gpu-rehearsal clean
+.PHONY: help venv quickstart test suite test-ci suite-ci test-all test-floor test-newest test-real test-gpu test-vllm vllm lint types docs fields site bench gpu-rehearsal clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /\1\t/' | \
@@ -56,9 +58,18 @@ $(EVAL_STAMP): $(STAMP)
 quickstart: $(STAMP) ## the main job on an embedded example, minutes on 2 CPU cores: teacher, student, OPD, preference
 	$(BIN)/python recipes/tiny/quickstart.py
 
-test: lint types suite ## lint, types and all tests but the slow ones; make -j2 checks types meanwhile
+test: lint types suite ## lint, types and the quick tests, or those of one subpackage: make test PACKAGE=losses
 
 suite: $(STAMP)
+ifeq ($(PACKAGE),)
+	$(BIN)/python $(SUITE) -m "$(QUICK)" $(PYTEST)
+else
+	$(BIN)/python -m pytest tests/$(PACKAGE) -m "$(QUICK)" $(PYTEST)
+endif
+
+test-ci: lint types suite-ci ## lint, types and all tests but the slow ones; make -j2 checks types meanwhile
+
+suite-ci: $(STAMP)
 	$(BIN)/python $(SUITE) -m "not slow and not vllm and not real" $(PYTEST)
 
 test-all: $(EVAL_STAMP) lint types ## the same with the slow tests, and those of lm-eval

@@ -4,6 +4,7 @@ Environment variables are set here, before anything imports torch or datasets, a
 
     gsm8k     the folder with GSM8K's files alongside the repository; its tests are skipped where it is not there
     gpu       marker: skipped without CUDA
+    long      marker of the functions that long_tests.txt lists, which `make test` leaves to `make test-ci`
 """
 
 import gc
@@ -41,7 +42,11 @@ def pytest_sessionstart(session):
 
 
 def pytest_collection_modifyitems(items):
-    """Skip what is marked `gpu` where there is none; torch is imported only if something is."""
+    """Mark the long tests, and skip what is marked `gpu` without CUDA. Torch is imported only if something is."""
+    long = set(Path(__file__).with_name("long_tests.txt").read_text(encoding="utf-8").split())
+    for item in items:
+        if item.nodeid.partition("[")[0] in long:
+            item.add_marker("long")
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
@@ -60,6 +65,7 @@ def _quick_garbage_collection():
     """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(100_000, 10, 10)  # Python's own collections take 7 % of the tests otherwise
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from benchmarks import data, flops, prompts, run, scaling, setting, worker
+from benchmarks import data, flops, head, prompts, run, scaling, setting, worker
 
 CONFIG = SimpleNamespace(
     vocab_size=100, hidden_size=10, tie_word_embeddings=True, num_attention_heads=2, head_dim=5, num_hidden_layers=3
@@ -184,3 +184,13 @@ def test_the_growth_of_preparation_is_a_slope():
     assert lines[-1].endswith("time grows as rows ** 1.00")
     assert "50 rows/s   2.00 x bound" in lines[-2]
     assert lines[-2].endswith("peak +1 MiB")
+
+
+@pytest.mark.parametrize("loss", head.LOSSES)
+def test_the_sides_of_the_head_benchmark_have_one_loss(loss, monkeypatch):
+    monkeypatch.setattr(head, "SHAPES", {"tiny": (300, 16)})
+    spec = {"shape": "tiny", "loss": loss, "tokens": 20, "steps": 1, "dtype": "float32", "threads": 1}
+    full, ours = (head.measure(spec | {"side": side}) for side in ("full", "ours"))
+    assert ours["loss"] == pytest.approx(full["loss"], rel=1e-5)
+    assert ours["seconds"] > 0
+    assert head.estimate(spec) == 8 * 20 * 16 + 4 * 300 * 16 + 20 * 300 * (20 if loss == "kd" else 12)

@@ -123,6 +123,13 @@ def test_the_top_level_is_a_page():
     assert sum(path.is_dir() for path in entries) <= 17
 
 
+def test_long_tests_exist():
+    """A renamed test would be quick again."""
+    for line in (PACKAGE.parent / "tests" / "long_tests.txt").read_text(encoding="utf-8").split():
+        file, name = line.split("::")
+        assert re.search(rf"^def {name}\(", (PACKAGE.parent / file).read_text(encoding="utf-8"), re.MULTILINE), line
+
+
 def strings(tree):
     """(line, text) of the string constants of a module that are not docstrings."""
     said = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}

@@ -94,7 +94,7 @@ def _logit_gap(model: nn.Module, longest: int, backend: str, generate_batch: Gen
     """Return the largest difference between the best logit of a full forward and that of the generated token."""
     inner = causal_lm(model)
     random_ids = example_ids(inner)
-    sizes = {1, 3, 6, 12, 16} | {size + 2 for size in attention_spans(inner) if size + 5 < longest}
+    sizes = {1, 6, 16} | {size + 2 for size in attention_spans(inner) if size + 5 < longest}
     prompts = [random_ids(size) for size in sorted(sizes)]
     gap = 0.0
     if backend == HF_SINGLE:

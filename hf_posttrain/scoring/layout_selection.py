@@ -13,7 +13,7 @@ from . import forward
 from .attention import BY_SEGMENT
 from .attention_masks import BY_BLOCK
 from .attention_selection import restore_attention, row_multiple
-from .parity_check import check_causal, check_finite, passes_parity_check
+from .parity_check import check_forward, passes_parity_check
 from .recurrent_segments import stateful_layers, supports_segments
 from .rotary import rope_switch_length
 from .vision_inputs import VisionInputs
@@ -132,8 +132,7 @@ def verified_layout(
     """
     causal_lms = [forward.causal_lm(model) for model in models]
     for model in models:
-        check_finite(model, any(model is teacher for teacher in teachers))
-        check_causal(model)
+        check_forward(model, any(model is teacher for teacher in teachers))
         inner = forward.causal_lm(model)
         name = type(inner).__name__.removeprefix("FSDP")
         passes = partial(

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -85,13 +86,19 @@ class InFloat32(TorchFunctionMode):
         if func in self.CASTS and args[0].dtype == torch.float32:
             cast = func(*args, **kwargs)
             return args[0].to(cast.device) if cast.dtype in HALF_DTYPES else cast
-        if (func not in self.FUNCTIONS and "grouped_mm" not in str(func)) or "out" in kwargs:
+        if not self._is_computed_in_float32(func) or "out" in kwargs:
             return func(*args, **kwargs)
         if func is torch.einsum and not isinstance(args[1], Tensor):
             args = (args[0], *args[1])  # the older form, with a list of tensors
         device = next(value.device.type for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
         with torch.autocast(device, enabled=False):
             return func(*map(_to_float32, args), **{name: _to_float32(value) for name, value in kwargs.items()})
+
+    @classmethod
+    @cache
+    def _is_computed_in_float32(cls, func: Callable[..., Any]) -> bool:
+        """Return whether a function is a product, norm or attention."""
+        return func in cls.FUNCTIONS or "grouped_mm" in str(func)
 
 
 def _to_float32(value: object) -> Any:
@@ -204,8 +211,8 @@ def is_within_tolerance(measure: Callable[[bool], float], tolerances: tuple[floa
     return False
 
 
-def check_finite(model: nn.Module, teacher: bool = False) -> None:
-    """Raise InputError if weights or logits are not finite.
+def check_forward(model: nn.Module, teacher: bool = False) -> None:
+    """Raise InputError if weights or logits are not finite, or if a token attends to later tokens.
 
     Args:
         model: Model after `enable_scoring`.
@@ -220,8 +227,10 @@ def check_finite(model: nn.Module, teacher: bool = False) -> None:
             "Load another checkpoint"
         )
 
+    ids = example_ids(inner)(8)
+    last = 1 if forward.is_reward_model(model) else len(ids)
     with torch.no_grad(), forward.eval_mode(model):
-        logits = reference_logits(model, example_ids(inner)(3), 3)
+        logits = reference_logits(model, ids, last)
     if logits.isnan().any() or logits.isposinf().any():
         in_float16 = model_dtype(inner) == torch.float16
         fix = "Load it in bfloat16 or float32, because large values overflow in float16"
@@ -232,6 +241,24 @@ def check_finite(model: nn.Module, teacher: bool = False) -> None:
         raise InputError(
             f"{name}, the teacher: {count} tokens have logits down to {logits.min().item():.2g}, so that divergences "
             "from it overflow. Set these logits to -1e4"
+        )
+    if not forward.is_reward_model(model):  # which returns one logit for a whole row
+        _check_causal(model, ids, logits)
+
+
+def _check_causal(model: nn.Module, ids: list[int], logits: Tensor) -> None:
+    """Raise InputError if a token attends to later tokens. `logits` are those of all tokens of the row `ids`."""
+    inner = forward.causal_lm(model)
+    if (limit := tolerance(inner)) >= LOW_PRECISION_TOLERANCE:
+        return  # int8 quantizes a whole row at once, so that another last token changes the values before it
+
+    other = (ids[-1] + 1) % inner.config.get_text_config().vocab_size
+    with torch.no_grad(), forward.eval_mode(model):
+        changed = reference_logits(model, [*ids[:-1], other], len(ids))
+    if (changed - logits)[:-1].abs().mean() > limit:
+        raise InputError(
+            f"{type(inner).__name__} is not a causal LM, because a token attends to later tokens. If it is an encoder, "
+            "set is_decoder: true in its config"
         )
 
 
@@ -249,23 +276,6 @@ def _is_finite(weight: nn.Parameter) -> bool:
     if values.sum(dtype=torch.float32).isfinite():  # reads the weight once, without a copy; the sum itself may overflow
         return True
     return not (values.isnan() | values.isposinf() | (values.isneginf() & (values.dim() > 1))).any()
-
-
-def check_causal(model: nn.Module) -> None:
-    """Raise InputError if a token attends to later tokens."""
-    inner = forward.causal_lm(model)
-    ids = example_ids(forward.causal_lm(model))(8)
-    if (limit := tolerance(inner)) >= LOW_PRECISION_TOLERANCE:
-        return  # int8 quantizes a whole row at once, so that another last token changes the values before it
-
-    other = (ids[-1] + 1) % inner.config.get_text_config().vocab_size
-    with torch.no_grad(), forward.eval_mode(model):
-        first, second = (reference_logits(model, [*ids[:-1], last], len(ids))[:-1] for last in (ids[-1], other))
-    if (first - second).abs().mean() > limit:
-        raise InputError(
-            f"{type(inner).__name__} is not a causal LM, because a token attends to later tokens. If it is an encoder, "
-            "set is_decoder: true in its config"
-        )
 
 
 def reference_logits(
@@ -325,15 +335,15 @@ def _check_examples(
 ) -> list[Example]:
     """Return the examples of the check.
 
-    They are prompts of different lengths with two answers, one short example, one that is longer than the span of a
-    layer if the length limit allows it, and one with an image for a vision-language model.
+    They are three prompts of different lengths, of which the second has two answers, one that is longer than the span
+    of a layer if the length limit allows it, and one with an image for a vision-language model.
     """
     config: Any = model.config.get_text_config()
     ids = example_ids(model)
     first = ids(5)
     second = [(first[-1] + 1) % config.vocab_size, *ids(2)]
-    examples = [Example(ids(4), [Branch(first), Branch(second)]), Example(ids(1), [Branch(ids(2))])]
-    examples.append(Example(ids(7), [Branch(ids(3)), Branch(ids(2))]))
+    pair = Example(ids(4), [Branch(first), Branch(second)])
+    examples = [Example(ids(1), [Branch(ids(2))]), pair, Example(ids(7), [Branch(ids(3))])]
 
     limit = min(max_length or math.inf, getattr(config, "max_position_embeddings", None) or math.inf)
     if spans := [size for size in attention_spans(model) if size < limit]:
