@@ -138,7 +138,7 @@ site: $(SITE_STAMP) ## the documentation as a site in build/site, with an offlin
 docs: $(STAMP) ## the tables of options in docs/, written from the source
 	$(BIN)/python docs/options.py
 
-fields: $(STAMP) ## recipe/fields.json: keys, types and defaults of the train section and of model.lora
+fields: $(STAMP) ## recipe/fields.json and recipes/schema.json: keys, types and defaults, for recipes and editors
 	$(BIN)/python docs/fields.py
 
 bench: $(BENCH_STAMP) ## speed and memory against TRL, on CPU (wants ../shared/data/gsm8k, or BENCH="--data FILE")

@@ -1,20 +1,25 @@
-"""hf_posttrain/recipe/fields.json, written from the classes of the installed packages: python docs/fields.py (or make
-fields).
+"""hf_posttrain/recipe/fields.json and recipes/schema.json, written from the classes of the installed packages: python
+docs/fields.py (or make fields).
 
-It holds names, types and defaults of the fields of every method's Config and of peft.LoraConfig, so that the keys of a
-recipe are checked without importing torch. A method that it lacks is imported instead, which takes longer. A test fails
-where the file is not what this script would write of the methods that it has.
+fields.json has names, types and defaults of the fields of every method's Config and of peft.LoraConfig, so that the
+keys of a recipe are checked without importing torch. A method that it lacks is imported instead, which takes longer.
+schema.json is the JSON Schema of a recipe, for editors. A test fails if a file differs from what this script would
+write of the methods that fields.json has.
 """
 
 import json
 import sys
 from collections.abc import Iterable
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from hf_posttrain.methods import METHODS
 from hf_posttrain.recipe.fields import FILE, TYPES, Fields, choices, fields_of, lora_fields, train_fields, union_members
+from hf_posttrain.recipe.schema import recipe_schema
 from hf_posttrain.trainer.config import PostTrainConfig
+
+SCHEMA = Path(__file__).parents[1] / "recipes" / "schema.json"
 
 
 def table(fields: Fields) -> dict[str, Any]:
@@ -44,9 +49,15 @@ def text(methods: Iterable[str] = METHODS) -> str:
     return "{\n" + ",\n".join(sections) + "\n}\n"
 
 
+def schema_text() -> str:
+    """What schema.json should hold."""
+    return json.dumps(recipe_schema(), indent=1) + "\n"
+
+
 def main() -> int:
-    """Write the file anew."""
+    """Write the files anew."""
     FILE.write_text(text(), encoding="utf-8")
+    SCHEMA.write_text(schema_text(), encoding="utf-8")
     return 0
 
 

@@ -52,7 +52,7 @@ logger = logging.getLogger("hf_posttrain.run")  # the name is __main__ if the mo
 COMMANDS = {
     **{
         name: f"hf_posttrain.commands.{name}"
-        for name in ("data", "sample", "judge", "pair", "chat", "merge", "prune", "init", "recipes")
+        for name in ("data", "sample", "judge", "pair", "chat", "merge", "prune", "init", "recipes", "schema")
     },
     "eval": "hf_posttrain.commands.evaluate",
     "compare": "hf_posttrain.report.compare",

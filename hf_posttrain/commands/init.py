@@ -31,7 +31,7 @@ from ..recipe.yaml_tree import read_tree
 from ..rounds.config import RoundsSection
 from ..trainer.method_spec import Method
 from ..trainer.rules import ADAPTER_RATE_FACTOR
-from .recipes import find_shipped
+from .recipes import find_shipped, schema_comment
 
 # Key -> (value, comment). The values of training options apply if the shipped recipe has none.
 _LORA = {
@@ -148,7 +148,8 @@ def compose(method: Method, arguments: argparse.Namespace, file: Path) -> str:
     formats = " | ".join(form for form in reader.rows.formats if "_ids" not in form)
     title = f"For {method.title} of {models['model']}: accelerate launch -m hf_posttrain.run {file}"
     head = (printable(line) for line in (title, *textwrap.wrap(f"Columns of rows: {formats}", 116)))
-    return "".join([*(f"# {line}\n" for line in head), *_yaml_lines(tree)])
+    schema = [f"{schema_comment(file)}\n" for file in list(files.values())[:1]]
+    return "".join([*schema, *(f"# {line}\n" for line in head), *_yaml_lines(tree)])
 
 
 def _rounds_section(count: int, shipped: Mapping[str, Any], has_answers: bool) -> dict[str, Commented]:

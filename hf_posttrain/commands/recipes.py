@@ -4,7 +4,6 @@ In a checkout they are in folders next to the package. A wheel installs them in 
 """
 
 import os
-import shutil
 import sysconfig
 from collections.abc import Iterator, Sequence
 from importlib import metadata
@@ -16,6 +15,8 @@ from ..recipe.yaml_tree import read_tree
 
 FOLDERS = {"recipes": "recipes", "accelerate_configs": "accelerate configs, for accelerate launch --config_file"}
 """Folder -> title of its files in the list."""
+SCHEMA_COMMENT = "# yaml-language-server: $schema="
+"""Start of the comment in which editors read the path of the schema."""
 _SHARE = f"share/{__package__.partition('.')[0]}"
 
 
@@ -90,12 +91,18 @@ def _find_file(name: str, shipped: dict[str, dict[str, Path]]) -> Path:
     return known[stem]
 
 
+def schema_comment(recipe: Path) -> str:
+    """Return the comment with the absolute path of the schema next to a shipped recipe."""
+    return f"{SCHEMA_COMMENT}{recipe.resolve().with_name('schema.json')}"
+
+
 def describe_files(files: dict[str, Path], title: str) -> str:
     """Return a table with one line per file: name, method and model of a recipe, and the first comment."""
     rows = []
     for name, file in files.items():
         tree, _ = read_tree(file)
-        first_line = file.read_text(encoding="utf-8").partition("\n")[0].removeprefix("#").strip()
+        lines = file.read_text(encoding="utf-8").splitlines()
+        first_line = next(line for line in lines if not line.startswith(SCHEMA_COMMENT)).removeprefix("#").strip()
         comment = first_line.partition(": accelerate launch")[0]  # the path after that is relative to a checkout
         model = [tree["method"], tree["model"]["name_or_path"]] if "method" in tree else []
         rows.append([name, *model, comment])
@@ -116,7 +123,8 @@ def copy_files(files: Sequence[Path], folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for file, path in targets.items():
-            shutil.copyfile(file, path)
+            text = file.read_text(encoding="utf-8")
+            path.write_text(text.replace(f"{SCHEMA_COMMENT}schema.json", schema_comment(file)), encoding="utf-8")
             print_output(str(path))
     except OSError as error:
         raise InputError(f"{error.filename2 or error.filename} cannot be written ({error.strerror})") from error

@@ -19,6 +19,7 @@ _USAGE = """hf-posttrain RECIPE.yaml [section.key=value ...] [--check [OPTIONS]]
 _EPILOG = """commands:
   hf-posttrain recipes           list, print or copy the recipes that come with the package
   hf-posttrain init METHOD       write a recipe with a comment on each line
+  hf-posttrain schema            print the JSON Schema of a recipe, for editors
   hf-posttrain data FILE         show the format of a data file and its first training example
   hf-posttrain sample MODEL      generate answers to prompts with a model or a recipe, as training rows
   hf-posttrain judge FILE        score each answer by exact match, a function, a model or a server

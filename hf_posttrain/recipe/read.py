@@ -159,7 +159,7 @@ def _move_comparison_options(tree: dict[Any, Any], locations: dict[str, str]) ->
         InputError: For an option that is set in both sections at the same place.
     """
     section = tree.get("teacher")
-    train = tree.get("train") or {}
+    train = {} if tree.get("train") is None else tree["train"]
     if not isinstance(section, dict) or not isinstance(train, dict):
         return tree
     moved_options = {option: section[option] for option in COMPARISON_OPTIONS if option in section}

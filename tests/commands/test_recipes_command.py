@@ -37,7 +37,7 @@ def test_every_recipe_is_listed_with_its_method_model_and_first_comment(capsys, 
     assert [line.split()[0] for line in lines if line.startswith("  ")] == [file.stem for file in FILES]
     for file in (file for file in FILES if file.parent.name == "recipes"):
         [line] = [line for line in lines if line.split()[:1] == [file.stem]]
-        recipe, about = load_recipe(file), file.read_text().split("\n")[0].removeprefix("# ").split(": accelerate")[0]
+        recipe, about = load_recipe(file), file.read_text().split("\n")[1].removeprefix("# ").split(": accelerate")[0]
         assert line.split()[1:3] == [recipe.method, recipe.model.name_or_path]
         assert line.endswith(f"  {about}")
     assert not [line for line in lines if "accelerate launch -m" in line]
@@ -54,7 +54,9 @@ def test_several_are_copied(capsys, elsewhere):
     assert listed(capsys, "sft", "fsdp2", "sft") == ["sft.yaml", "fsdp2.yaml"]
     assert listed(capsys, "dpo", "--to", "a/b") == ["a/b/dpo.yaml"]
     for path, folder in (("sft.yaml", "recipes"), ("fsdp2.yaml", "accelerate_configs"), ("a/b/dpo.yaml", "recipes")):
-        assert Path(path).read_bytes() == (REPOSITORY / folder / Path(path).name).read_bytes()
+        shipped = (REPOSITORY / folder / Path(path).name).read_text(encoding="utf-8")
+        schema = f"$schema={REPOSITORY / 'recipes' / 'schema.json'}"
+        assert Path(path).read_text(encoding="utf-8") == shipped.replace("$schema=schema.json", schema)
 
 
 def test_nothing_is_copied_where_one_file_is_there(elsewhere):
@@ -134,6 +136,10 @@ def test_an_installed_wheel_has_them(elsewhere):
     lines = output(command, "recipes")
     assert [line.split()[0] for line in lines if line.startswith("  ")] == [file.stem for file in FILES]
     output(command, "recipes", "dpo", "zero2")
-    assert Path("dpo.yaml").read_bytes() == (REPOSITORY / "recipes" / "dpo.yaml").read_bytes()
+    schema, *lines = Path("dpo.yaml").read_text(encoding="utf-8").splitlines()
+    assert lines == (REPOSITORY / "recipes" / "dpo.yaml").read_text(encoding="utf-8").splitlines()[1:]
+    schema_file = Path(schema.partition("$schema=")[2])
+    assert schema_file.is_relative_to(environment)
+    assert schema_file.read_bytes() == (REPOSITORY / "recipes" / "schema.json").read_bytes()
     output(command, "init", "sft", "--yes")
     assert load_recipe("sft.yaml").model == load_recipe(REPOSITORY / "recipes" / "sft.yaml").model

@@ -1,0 +1,111 @@
+"""The JSON Schema of recipes accepts and rejects the names and types that `load_recipe` does."""
+
+import copy
+import json
+import random
+import re
+from pathlib import Path
+
+import pytest
+from jsonschema import Draft7Validator
+from test_rules import PINNED
+
+from hf_posttrain import run
+from hf_posttrain.errors import InputError
+from hf_posttrain.methods import METHODS
+from hf_posttrain.recipe.read import load_recipe
+from hf_posttrain.recipe.schema import recipe_schema
+from hf_posttrain.recipe.yaml_tree import read_tree, write_tree
+
+REPOSITORY = Path(__file__).parents[2]
+RECIPES = [*sorted((REPOSITORY / "recipes").glob("*.yaml")), *sorted((REPOSITORY / "recipes/tiny").glob("*.yaml"))]
+OF_NAMES_AND_TYPES = re.compile(
+    r"unknown (key|section) |does not exist: | is missing$|is not an option|: [\w.]+ must be (?!above|at least|in )"
+    r"| requires [\w.]+ of kind|: train\.(rollouts|sampler|reward|token_weights)(\.kind)?=.* is not one of "
+)
+VALUES = [None, True, 0, 3, -2, 1.5, "5e-7", "12", "yes", "text", [], ["a"], [1], {}, {"a": 1}, {"kind": "none"}]
+"""Values that replace those of a recipe."""
+
+
+@pytest.fixture(scope="module")
+def validator():
+    schema = recipe_schema()
+    Draft7Validator.check_schema(schema)
+    return Draft7Validator(schema)
+
+
+@pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
+def test_recipes_of_the_repository_are_valid(file, validator):
+    assert [error.message for error in validator.iter_errors(read_tree(file)[0])] == []
+
+
+@PINNED
+def test_the_shipped_schema_is_that_of_the_installed_packages(validator):
+    shipped = json.loads((REPOSITORY / "recipes/schema.json").read_text(encoding="utf-8"))
+    assert shipped == json.loads(json.dumps(validator.schema)), "run `make fields`"
+
+
+def test_each_method_has_its_own_options(validator):
+    recipe = {"method": "dpo", "model": {"name_or_path": "m"}, "data": {"train": {"path": "f"}}, "train": {"beta": 0.1}}
+    assert validator.is_valid(recipe)
+    assert not validator.is_valid(recipe | {"method": "sft"})
+    assert validator.is_valid(recipe | {"method": "sft", "train": {"beta": None}})
+
+
+def mutants(seed, count):
+    """Yield recipes with a changed value, an additional key, or without a key."""
+    draw = random.Random(seed)
+    trees = [read_tree(file)[0] for file in RECIPES]
+    for _ in range(count):
+        tree = copy.deepcopy(draw.choice(trees))
+        section = tree
+        while (inner := [value for value in section.values() if isinstance(value, dict)]) and draw.random() < 0.7:
+            section = draw.choice(inner)
+        key = draw.choice([*section])
+        change = draw.choice(("value", "value", "value", "name", "missing"))
+        if change == "value":
+            section[key] = draw.choice(VALUES)
+        elif change == "name":
+            section[draw.choice((f"{key}s", "colour", key.upper()))] = section.pop(key)
+        else:
+            del section[key]
+        yield tree
+
+
+def verdict(tree, file):
+    """Return whether `load_recipe` accepts names and types, and its message."""
+    file.write_text(write_tree(tree), encoding="utf-8")
+    try:
+        load_recipe(file)
+    except InputError as error:
+        return not OF_NAMES_AND_TYPES.search(str(error)), str(error)
+    return True, ""
+
+
+def test_verdicts_are_those_of_load_recipe(validator, tmp_path):
+    counts = {True: 0, False: 0}
+    wrong = []
+    for tree in mutants(0, 600):
+        accepted, message = verdict(tree, tmp_path / "recipe.yaml")
+        counts[accepted] += 1
+        if validator.is_valid(tree) != accepted:
+            errors = [error.message for error in validator.iter_errors(tree)]
+            wrong.append(f"{write_tree(tree)}\nload_recipe: {message}\nschema: {errors}")
+    assert not wrong, f"{len(wrong)} of {sum(counts.values())}\n" + "\n\n".join(wrong[:5])
+    assert counts[False] > 200
+    assert counts[True] > 100
+
+
+def test_help_texts_and_defaults_are_in_it(validator):
+    options = validator.schema["definitions"]["train"]["properties"]
+    assert options["learning_rate"]["default"] == 5e-5
+    for method in METHODS:
+        section = validator.schema["definitions"][f"train.{method}"]["properties"]
+        described = [name for name, option in section.items() if option.get("description") or "$ref" in option]
+        assert len(described) > 100
+    assert all(option.get("description") for option in options.values())
+
+
+def test_the_command_prints_it(validator, capsys):
+    assert run.main(["schema"]) == 0
+    assert json.loads(capsys.readouterr().out) == validator.schema
