@@ -1,4 +1,4 @@
-"""README.md, CONTRIBUTING.md and docs/: every code block runs, every table and link is true.
+"""README.md, CONTRIBUTING.md, AGENTS.md and docs/: every code block runs, every table and link is true.
 
 The examples in the docstrings of the methods' Trainers and Configs run in the same way.
 
@@ -54,7 +54,7 @@ from hf_posttrain.recipe.sections import Source
 from hf_posttrain.report import callbacks, charts
 from hf_posttrain.trainer.config import PostTrainConfig
 
-PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
+PAGES = [*(REPOSITORY / f"{name}.md" for name in ("README", "CONTRIBUTING", "AGENTS")), *sorted((REPOSITORY / "docs").rglob("*.md"))]
 METHODS = tuple(TABLE)
 CONFIGS = {name: config_class(method) for name, method in TABLE.items()}
 NEEDS_A_SERVER = "train.sampler={kind: vllm_server"
