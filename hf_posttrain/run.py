@@ -52,7 +52,20 @@ logger = logging.getLogger("hf_posttrain.run")  # the name is __main__ if the mo
 COMMANDS = {
     **{
         name: f"hf_posttrain.commands.{name}"
-        for name in ("data", "sample", "judge", "pair", "chat", "merge", "prune", "init", "recipes", "schema")
+        for name in (
+            "chat",
+            "data",
+            "docs",
+            "env",
+            "init",
+            "judge",
+            "merge",
+            "pair",
+            "prune",
+            "recipes",
+            "sample",
+            "schema",
+        )
     },
     "eval": "hf_posttrain.commands.evaluate",
     "compare": "hf_posttrain.report.compare",

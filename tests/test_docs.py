@@ -54,7 +54,10 @@ from hf_posttrain.recipe.sections import Source
 from hf_posttrain.report import callbacks, charts
 from hf_posttrain.trainer.config import PostTrainConfig
 
-PAGES = [*(REPOSITORY / f"{name}.md" for name in ("README", "CONTRIBUTING", "AGENTS")), *sorted((REPOSITORY / "docs").rglob("*.md"))]
+PAGES = [
+    *(REPOSITORY / f"{name}.md" for name in ("README", "CONTRIBUTING", "AGENTS")),
+    *sorted((REPOSITORY / "docs").rglob("*.md")),
+]
 METHODS = tuple(TABLE)
 CONFIGS = {name: config_class(method) for name, method in TABLE.items()}
 NEEDS_A_SERVER = "train.sampler={kind: vllm_server"

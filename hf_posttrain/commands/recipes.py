@@ -57,14 +57,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def find_shipped() -> dict[str, dict[str, Path]]:
     """Return {folder: {name: file}} from the first location with files in all of FOLDERS, or without files."""
-    for root in _locations():
+    for root in package_folders():
         files = {folder: {file.stem: file for file in sorted((root / folder).glob("*.yaml"))} for folder in FOLDERS}
         if all(files.values()):
             return files
     return {folder: {} for folder in FOLDERS}
 
 
-def _locations() -> Iterator[Path]:
+def package_folders() -> Iterator[Path]:
     """Yield possible parents of the folders: a checkout, pip's record, and the data folders of other installers."""
     checkout = Path(__file__).parents[2]
     yield checkout

@@ -92,7 +92,7 @@ def test_a_folder_that_cannot_be_made(elsewhere):
 
 
 def test_an_installation_without_them(elsewhere, monkeypatch):
-    monkeypatch.setattr(recipes, "_locations", lambda: [elsewhere])
+    monkeypatch.setattr(recipes, "package_folders", lambda: [elsewhere])
     with pytest.raises(
         InputError, match=r"^this installation has no recipes, since share/hf_posttrain is missing in /"
     ):
@@ -103,7 +103,7 @@ def test_a_folder_recipes_of_another_package_is_none_of_ours(elsewhere, monkeypa
     """site-packages may have one."""
     (elsewhere / "recipes").mkdir()
     (elsewhere / "recipes" / "cake.yaml").write_text("flour: 1")
-    monkeypatch.setattr(recipes, "_locations", lambda: [elsewhere, REPOSITORY])
+    monkeypatch.setattr(recipes, "package_folders", lambda: [elsewhere, REPOSITORY])
     assert "cake" not in recipes.find_shipped()["recipes"]
 
 
@@ -111,7 +111,7 @@ def test_a_folder_recipes_of_another_package_is_none_of_ours(elsewhere, monkeypa
 def test_an_installed_wheel_has_them(elsewhere):
     pytest.importorskip("setuptools", minversion="77")
     source, environment = elsewhere / "source", elsewhere / "environment"
-    for folder in ("hf_posttrain", *recipes.FOLDERS):
+    for folder in ("hf_posttrain", "docs", *recipes.FOLDERS):
         shutil.copytree(REPOSITORY / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(REPOSITORY / name, source)
@@ -141,5 +141,6 @@ def test_an_installed_wheel_has_them(elsewhere):
     schema_file = Path(schema.partition("$schema=")[2])
     assert schema_file.is_relative_to(environment)
     assert schema_file.read_bytes() == (REPOSITORY / "recipes" / "schema.json").read_bytes()
+    assert output(command, "docs", "recipes")[0] == "# Recipes"
     output(command, "init", "sft", "--yes")
     assert load_recipe("sft.yaml").model == load_recipe(REPOSITORY / "recipes" / "sft.yaml").model

@@ -1,0 +1,56 @@
+"""`hf-posttrain env` and `hf-posttrain docs`."""
+
+import re
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from hf_posttrain import __version__, run
+from hf_posttrain.commands import docs, env
+from hf_posttrain.errors import InputError
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def test_versions_devices_and_settings_are_printed(capsys, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.setattr(env, "TESTED", {"torch": version("torch").partition("+")[0], "transformers": "5.1.0"})
+    assert run.main(["env"]) == 0
+    page = capsys.readouterr().out
+    facts = dict(re.split(r"  +", line, maxsplit=1) for line in page.splitlines() if "  " in line)
+    assert facts["hf_posttrain"] == __version__
+    assert facts["torch"] == version("torch")
+    assert facts["transformers"] == f"{version('transformers')} (tested with 5.1.0)"
+    assert facts["OMP_NUM_THREADS"] == "3"
+    assert facts["HF_TOKEN"] == "(set)"
+    assert "secret" not in page
+    assert facts["trl"] in ("not installed", facts["trl"])
+    assert any(name.startswith("GPU") for name in facts)
+
+
+def test_every_page_is_listed_with_its_title_and_printed(capsys):
+    assert run.main(["docs"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    pages = sorted(DOCS.rglob("*.md"))
+    assert [line.split()[0] for line in lines] == [page.relative_to(DOCS).with_suffix("").as_posix() for page in pages]
+    assert [line for line in lines if re.fullmatch(r"reference/kto +KTO.*", line)]
+    for page in pages:
+        assert docs.main([page.relative_to(DOCS).as_posix()]) == 0
+        assert capsys.readouterr().out.rstrip() == page.read_text(encoding="utf-8").rstrip()
+
+
+def test_a_topic_is_the_name_of_a_page(capsys):
+    assert docs.main(["kto"]) == 0
+    assert capsys.readouterr().out.rstrip() == (DOCS / "reference/kto.md").read_text(encoding="utf-8").rstrip()
+    with pytest.raises(InputError, match=r"have the name 'teachers'\. Use concepts/teachers or reference/teachers$"):
+        docs.main(["teachers"])
+    with pytest.raises(InputError, match=r"there is no page 'guides/distill'; did you mean 'guides/distil'\?$"):
+        docs.main(["guides/distill"])
+
+
+def test_an_installation_without_pages_says_so(monkeypatch, tmp_path):
+    monkeypatch.setattr(docs, "package_folders", lambda: [tmp_path])
+    with pytest.raises(InputError, match="has no documentation"):
+        docs.main([])
