@@ -1,5 +1,7 @@
 """The command `hf-posttrain init METHOD`, which writes a commented recipe with the options that users usually change.
 
+With `--from FILE` it converts a file of another tool, see `convert`.
+
 The values come from the table of methods, from the fields of the method's Config with their help texts, and from the
 shipped recipe of the same name. Torch is only imported to read a data file.
 """
@@ -26,11 +28,13 @@ from ..errors import InputError, printable
 from ..methods import METHODS
 from ..recipe.cli import Parser, number_type, print_output
 from ..recipe.fields import train_fields
+from ..recipe.read import load_recipe
 from ..recipe.sections import Source
-from ..recipe.yaml_tree import read_tree
+from ..recipe.yaml_tree import read_tree, write_tree
 from ..rounds.config import RoundsSection
 from ..trainer.method_spec import Method
 from ..trainer.rules import ADAPTER_RATE_FACTOR
+from .convert import convert, report
 from .recipes import find_shipped, schema_comment
 
 # Key -> (value, comment). The values of training options apply if the shipped recipe has none.
@@ -73,7 +77,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             that exists.
     """
     parser = Parser("hf-posttrain init", description="Write a commented recipe that starts a run.")
-    parser.add_argument("method", metavar="METHOD", choices=METHODS, help=", ".join(METHODS))
+    parser.add_argument("method", metavar="METHOD", nargs="?", choices=METHODS, help=", ".join(METHODS))
+    parser.add_argument(
+        "--from",
+        metavar="FILE",
+        dest="foreign",
+        type=Path,
+        help="convert a YAML file of Axolotl, LLaMA-Factory or TRL (`trl METHOD --config FILE`), and list the keys that"
+        " have no counterpart",
+    )
     parser.add_argument("--model", metavar="NAME", help="model to train: a folder or a hub name")
     parser.add_argument("--teacher", metavar="NAME", help="the teacher, for methods with one")
     parser.add_argument("--data", metavar="FILE", help="training rows: a file, a folder or a hub name")
@@ -89,6 +101,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("-o", metavar="FILE", dest="file", type=Path, help="recipe to write (default: METHOD.yaml)")
     parser.add_argument("--yes", action="store_true", help="use the defaults of missing options instead of asking")
     arguments = parser.parse_args(argv)
+    if arguments.foreign:
+        return _convert(parser, arguments)
+    if not arguments.method:
+        parser.error(f"METHOD is missing. It is one of {', '.join(METHODS)}")
     method = METHODS[arguments.method]
     file = arguments.file or Path(f"{method.name}.yaml")
     if arguments.teacher and method.second != "teacher":
@@ -98,15 +114,42 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"{problem}. Remove --rounds")
     if arguments.columns and not (arguments.data or arguments.eval):
         parser.error("--columns requires --data or --eval")
+    if os.path.lexists(file):  # before anything is asked
+        parser.error(f"-o: {file} exists. Set another file, or delete it")
+    _write(parser, file, compose(method, arguments, file))
+    name = shlex.quote(str(file))
+    print_output(f"wrote {file}; next:\n  hf-posttrain {name} --check\n  accelerate launch -m hf_posttrain.run {name}")
+    return 0
+
+
+def _write(parser: Parser, file: Path, text: str) -> None:
+    """Write a new recipe."""
     if os.path.lexists(file):
         parser.error(f"-o: {file} exists. Set another file, or delete it")
-    text = compose(method, arguments, file)
     try:
         file.write_text(text, encoding="utf-8")
     except OSError as error:
         parser.error(f"-o: {file} cannot be written ({error.strerror})")
+
+
+def _convert(parser: Parser, arguments: argparse.Namespace) -> int:
+    """Write the recipe of another tool's file, and return the exit code."""
+    given = ("model", "teacher", "data", "eval", "columns", "output_dir", "lora", "rounds")
+    if combined := [name for name in given if getattr(arguments, name)]:
+        parser.error(f"--{combined[0]} cannot be combined with --from. Change the recipe afterwards")
+    title, conversion = convert(arguments.foreign, arguments.method)
+    file = arguments.file or Path(f"{conversion.recipe['method']}.yaml")
+    lines = [*report(title, conversion)]
+    schema = [schema_comment(path) for path in list(find_shipped()["recipes"].values())[:1]]
+    head = [*schema, f"# Converted from {printable(str(arguments.foreign))} of {title}"]
+    text = "\n".join([*head, write_tree(conversion.recipe).rstrip(), *(f"# {printable(line)}" for line in lines)])
+    _write(parser, file, f"{text}\n")
+    try:
+        load_recipe(file)
+    except InputError as error:
+        lines.append(f"before it can run: {error}")
     name = shlex.quote(str(file))
-    print_output(f"wrote {file}; next:\n  hf-posttrain {name} --check\n  accelerate launch -m hf_posttrain.run {name}")
+    print_output("\n".join([*lines, f"wrote {file}; next:", f"  hf-posttrain {name} --check"]))
     return 0
 
 

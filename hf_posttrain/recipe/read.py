@@ -85,7 +85,7 @@ def load_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
         if value is not None or name in fields() or not methods_with_option(name)
     }
     recipe.train = drop_trl_defaults(recipe.train, fields(), METHODS[recipe.method].config_name)
-    options = _check_fields(recipe, fields, recipe.train, "train", partial(_suggest_key, recipe.method))
+    options = _check_fields(recipe, fields, recipe.train, "train", partial(suggest_key, recipe.method))
     options = add_teacher_options(recipe, options)
     values = SimpleNamespace(**{name: field.default for name, field in fields().items()} | options)
     raise_first_problem(recipe, rules.train_section_problems(recipe, values))
@@ -112,7 +112,7 @@ def read_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
         if "rounds" in tree:
             tree["rounds"] = expand_rounds(tree["rounds"])
     method = tree.get("method") if isinstance(tree, dict) else None
-    sections = build_kwargs(fields_of(Recipe), tree, "", partial(location_of, locations), partial(_suggest_key, method))
+    sections = build_kwargs(fields_of(Recipe), tree, "", partial(location_of, locations), partial(suggest_key, method))
     recipe = Recipe(**sections, path=path, locations=locations)
     if METHODS[recipe.method].head == "score":
         recipe.model = RewardModelSection(**vars(recipe.model))
@@ -252,7 +252,7 @@ def train_config(recipe: Recipe, config_class: "type[PostTrainConfig]") -> "Post
         InputError: For an unknown key, a wrong type, options that cannot be combined, and a missing package.
     """
     fields = fields_of(config_class)
-    values = build_kwargs(fields, recipe.train, "train", recipe.where, partial(_suggest_key, recipe.method))
+    values = build_kwargs(fields, recipe.train, "train", recipe.where, partial(suggest_key, recipe.method))
     values = add_teacher_options(recipe, values)
     sources = recipe.data.train if isinstance(recipe.data.train, list) else []
     streams = any(source.streaming for _, source in recipe.sources())
@@ -332,7 +332,7 @@ def _suggest_lora_key(key: str) -> str | None:
     return f"use {name}" if name else None
 
 
-def _suggest_key(method: object, key: str) -> str | None:
+def suggest_key(method: object, key: str) -> str | None:
     """Return what to write instead of a key that does not exist, or None for an unknown name.
 
     Args:

@@ -236,7 +236,7 @@ def test_nothing_is_overwritten():
 
 
 @pytest.mark.parametrize(("arguments", "problem"), [
-    ([], "the following arguments are required: METHOD"),
+    ([], "METHOD is missing. It is one of "),
     (["dop"], "invalid choice: 'dop'"),
     ([JUDGED[0], "--teacher", "org/name"], f"--teacher is not supported for {JUDGED[0]}"),
     ([JUDGED[0], "--version"], "unrecognized arguments: --version"),

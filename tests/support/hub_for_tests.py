@@ -87,6 +87,7 @@ def at_home(folder: Path, hub: Path) -> None:
         (folder / name).symlink_to(hub / name)
     for name in ("recipes", "accelerate_configs", "benchmarks", "Makefile", "setup.cfg"):
         (folder / name).symlink_to(REPOSITORY / name)
+    (folder / "axolotl.yaml").symlink_to(REPOSITORY / "tests" / "commands" / "foreign" / "axolotl_chat.yaml")
     (folder / "outputs").mkdir()
     (folder / "outputs" / "quickstart").symlink_to(hub / "quickstart")
 
