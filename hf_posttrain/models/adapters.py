@@ -19,6 +19,7 @@ from transformers import PreTrainedConfig
 
 from ..errors import InputError, name_hint
 from ..scoring import forward
+from ..scoring.recurrent_segments import stateful_layers
 from .config import ModelSection
 
 logger = logging.getLogger(__name__)
@@ -122,6 +123,9 @@ def add_adapter(model: nn.Module, peft_config: object, vision: bool = False) -> 
     if hasattr(config, "exclude_modules"):
         config.exclude_modules = _merge_excluded(config.exclude_modules, _excluded_modules(model, config, vision))
     modules = [name for name, _ in model.named_modules()]
+    if getattr(config, "layer_replication", None) and stateful_layers(model):
+        reason = "a model with recurrent layers, whose cache has one state for each layer of its config"
+        raise InputError(f"{PEFT_OPTION}: layer_replication is not supported for {reason}. Remove layer_replication")
 
     # PEFT reads these rows of the embedding while it adds the adapter
     tokens = getattr(config, "trainable_token_indices", None) or getattr(config, "token_indices", None) or []

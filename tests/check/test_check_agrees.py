@@ -130,6 +130,10 @@ REFUSED = {
         changed(plain("rm", model="hybrid"), lora={"r": 2, "trainable_token_indices": [1, 2]}),
         "model hybrid (lfm2) has no sequence classifier",
     ),
+    "no_replication": (
+        changed(plain("sft", model="hybrid"), lora={"r": 2, "layer_replication": [[0, 1], [0, 1]]}),
+        "layer_replication is not supported for a model with recurrent layers",
+    ),
     "no_experts": (plain("sft", router_aux_loss_coef=0.01), "this model has no load-balancing loss"),
     "no_merge": (changed(plain("sft", merge_lora=True), lora={"r": 2, "lora_bias": True}), "PEFT cannot merge"),
     "adapter_of_another": (changed(plain("sft", model="bos"), adapter="whole"), "was not trained on bos"),
