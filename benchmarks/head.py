@@ -27,8 +27,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hf_posttrain.check.memory import head_bytes
 from hf_posttrain.losses.divergence import forward_kl
-from hf_posttrain.scoring.head import LinearHead, LogProb, score_tokens, tile_rows
+from hf_posttrain.scoring.head import LinearHead, LogProb, score_tokens
 from hf_posttrain.scoring.teacher_tiles import dense_divergence
 
 from .run import ROOT
@@ -161,13 +162,9 @@ def trl_loss(hidden: Tensor, weight: Tensor, targets: Tensor, *teacher: Tensor) 
 
 
 def estimate(spec: dict[str, Any]) -> int:
-    """Return the bytes of our head that `--check` expects, see `check.memory.MemoryEstimate.head_bytes`."""
+    """Return the bytes of our head that `--check` expects, with the gradient of its weight."""
     vocabulary, width = SHAPES[spec["shape"]]
-    tokens = spec["tokens"]
-    per_logit = 4 * (5 if spec["loss"] == "kd" else 3)
-    return (
-        8 * tokens * width + per_logit * min(tokens, tile_rows(vocabulary, None)) * vocabulary + 4 * vocabulary * width
-    )
+    return sum(head_bytes(spec["tokens"], vocabulary, width, spec["loss"] == "kd")) + 4 * vocabulary * width
 
 
 if __name__ == "__main__":

@@ -326,15 +326,14 @@ class Run:
             of a tile.
         """
         rows, length = batch.input_ids.shape
-        scored = len(batch.scored)
         vocabulary = len((self.policy if shapes is self.scorer else shapes).head)  # a teacher's: only the student's ids
         mask = rows * length**2 if batch.document is not None and not self.multiple else 0
-        states = 8 * scored * shapes.head.shape[1] + mask
         has_teacher = self.trainer_class.method.second == "teacher"
-        per_logit = BYTES_PER_LOGIT if self.engine.gpu else 4 * (5 if has_teacher else 3)
-        if self.engine.gpu and getattr(self.config, "diagnostics", False):
-            per_logit += 16  # `Diagnostics.scratch`
-        return states, per_logit * min(scored, tile_rows(vocabulary, self.gpu_memory)) * vocabulary
+        has_scratch = self.engine.gpu and getattr(self.config, "diagnostics", False)  # `Diagnostics.scratch`
+        states, tile = head_bytes(
+            len(batch.scored), vocabulary, shapes.head.shape[1], has_teacher, self.gpu_memory, 16 * has_scratch
+        )
+        return states + mask, tile
 
     def generation(self, held: int) -> int:
         """Return the bytes of generation: the cache, and the largest temporary tensors.
@@ -364,6 +363,26 @@ class Run:
         prompts = -(-count // options.num_generations)
         images = sum(policy.image_bytes(self.train)) * prompts // self.train_rows
         return cache + max(step, policy.layer(prompts * length) + images)
+
+
+def head_bytes(
+    tokens: int, vocabulary: int, width: int, has_teacher: bool, gpu_memory: int | None = None, scratch: int = 0
+) -> tuple[int, int]:
+    """Return the bytes at a head [V, H].
+
+    Args:
+        tokens: Number of scored tokens.
+        vocabulary: V.
+        width: H.
+        has_teacher: Whether the tile also has logits of a teacher.
+        gpu_memory: Memory of the GPU in bytes, or None for CPU.
+        scratch: Further bytes per logit.
+
+    Returns:
+        Hidden states of the scored tokens with their gradient, and the products, logits and gradient of a tile.
+    """
+    per_logit = 4 * (5 if has_teacher else 3) if gpu_memory is None else BYTES_PER_LOGIT
+    return 8 * tokens * width, (per_logit + scratch) * min(tokens, tile_rows(vocabulary, gpu_memory)) * vocabulary
 
 
 def estimate(

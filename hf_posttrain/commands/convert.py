@@ -119,11 +119,11 @@ def _set_method(conversion: Conversion, tool: Tree, file: Path, method: str | No
     if "method" in tool:
         key = tool["method"]["key"]
         value = conversion.take(key, tool["method"]["default"])
-        supported = tool["method"]["values"] | {tool["method"]["default"]: {"method": tool["method"]["default"]}}
+        supported = tool["method"]["values"]
         if value not in supported:
             names = ", ".join(supported)
             raise InputError(f"--from: {file}: {key}: {value} is not supported. The supported values are {names}")
-        found = dict(supported[value])
+        found = supported[value]
         if conversion.settings.get("reward_model") is True:
             found = {"method": next(name for name, row in METHODS.items() if row.head == "score")}
             conversion.take("reward_model")

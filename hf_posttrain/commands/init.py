@@ -35,7 +35,7 @@ from ..rounds.config import RoundsSection
 from ..trainer.method_spec import Method
 from ..trainer.rules import ADAPTER_RATE_FACTOR
 from .convert import convert, report
-from .recipes import find_shipped, schema_comment
+from .recipes import find_shipped, schema_lines
 
 # Key -> (value, comment). The values of training options apply if the shipped recipe has none.
 _LORA = {
@@ -140,8 +140,10 @@ def _convert(parser: Parser, arguments: argparse.Namespace) -> int:
     title, conversion = convert(arguments.foreign, arguments.method)
     file = arguments.file or Path(f"{conversion.recipe['method']}.yaml")
     lines = [*report(title, conversion)]
-    schema = [schema_comment(path) for path in list(find_shipped()["recipes"].values())[:1]]
-    head = [*schema, f"# Converted from {printable(str(arguments.foreign))} of {title}"]
+    head = [
+        *schema_lines(find_shipped()["recipes"]),
+        f"# Converted from {printable(str(arguments.foreign))} of {title}",
+    ]
     text = "\n".join([*head, write_tree(conversion.recipe).rstrip(), *(f"# {printable(line)}" for line in lines)])
     _write(parser, file, f"{text}\n")
     try:
@@ -191,7 +193,7 @@ def compose(method: Method, arguments: argparse.Namespace, file: Path) -> str:
     formats = " | ".join(form for form in reader.rows.formats if "_ids" not in form)
     title = f"For {method.title} of {models['model']}: accelerate launch -m hf_posttrain.run {file}"
     head = (printable(line) for line in (title, *textwrap.wrap(f"Columns of rows: {formats}", 116)))
-    schema = [f"{schema_comment(file)}\n" for file in list(files.values())[:1]]
+    schema = (f"{line}\n" for line in schema_lines(files))
     return "".join([*schema, *(f"# {line}\n" for line in head), *_yaml_lines(tree)])
 
 

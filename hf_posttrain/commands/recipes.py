@@ -96,6 +96,11 @@ def schema_comment(recipe: Path) -> str:
     return f"{SCHEMA_COMMENT}{recipe.resolve().with_name('schema.json')}"
 
 
+def schema_lines(recipes: dict[str, Path]) -> list[str]:
+    """Return the comment for a new recipe, or nothing in an installation without recipes."""
+    return [schema_comment(file) for file in list(recipes.values())[:1]]
+
+
 def describe_files(files: dict[str, Path], title: str) -> str:
     """Return a table with one line per file: name, method and model of a recipe, and the first comment."""
     rows = []

@@ -16,7 +16,7 @@ from ..teachers.options import COMPARISON_OPTIONS, TeacherOptions
 from ..trainer.config import PostTrainConfig
 from ..trainer.method_spec import Method
 from ..trainer.option_group import OptionGroup
-from ..trainer.renamed_options import RENAMED
+from ..trainer.renamed_options import old_names
 from .fields import Field, choices, fields_of, lora_fields, train_fields, union_members
 from .sections import Recipe
 
@@ -54,7 +54,7 @@ def recipe_schema() -> Schema:
     for name in ("ModelSection", "TeacherSection"):
         lora = sections[name]["properties"]["lora"]
         sections[name]["properties"]["lora"] = lora | {"anyOf": [{"$ref": "#/definitions/lora"}, _NULL]}
-    comparison = _mapping(fields_of(TeacherOptions), _help(TeacherOptions))["properties"]
+    comparison = _section(TeacherOptions)["properties"]
     sections["TeacherSection"]["properties"] |= {name: comparison[name] for name in COMPARISON_OPTIONS}
     rounds = sections["RoundsSection"]["properties"]
     rounds["sampler"] = _group(SAMPLERS, rounds["sampler"])
@@ -63,7 +63,7 @@ def recipe_schema() -> Schema:
     root["properties"]["rounds"] = _or(root["properties"]["rounds"], {"type": "integer"})
 
     root["properties"]["train"] = _or(root["properties"]["train"], _NULL)
-    shared = _mapping(fields_of(PostTrainConfig), _help(PostTrainConfig))
+    shared = _section(PostTrainConfig)
     sections["train"] = {"properties": shared["properties"]}
     for name, method in METHODS.items():
         sections[f"train.{name}"] = _train(method, shared["properties"])
@@ -98,7 +98,7 @@ def _leaves(annotation: object) -> list[object]:
 
 
 def _section(kind: type) -> Schema:
-    """Return the schema of a section."""
+    """Return the schema of a dataclass: a section, a Config, or a kind of a group."""
     return _mapping(fields_of(kind), _help(kind))
 
 
@@ -109,7 +109,7 @@ def _train(method: Method, shared: Mapping[str, Schema]) -> Schema:
         method: The method.
         shared: Options of all methods, which are referenced if the method has no other default.
     """
-    section = _mapping(train_fields(method.name, from_class=True), _help(config_class(method)))
+    section = _section(config_class(method))
     options = section["properties"]
     for name, group in method.groups.items():
         options[name] = _group(group, options[name])
@@ -124,12 +124,8 @@ def _train(method: Method, shared: Mapping[str, Schema]) -> Schema:
 
 
 def _old_names(groups: Mapping[str, OptionGroup], options: Mapping[str, Schema]) -> dict[str, Schema]:
-    """Return the old names of options, which are accepted for one release."""
-    return {
-        old: {"deprecated": True, "description": f"Use {new}."}
-        for old, new in RENAMED.items()
-        if old not in options and (new.partition(".")[0] in groups or (new == "beta" and "teacher" in groups))
-    }
+    """Return the schemas of old names of options, which are accepted for one release."""
+    return {old: {"deprecated": True, "description": f"Use {new}."} for old, new in old_names(groups, options).items()}
 
 
 def _mapping(fields: Mapping[str, Field], help_texts: Mapping[str, str]) -> Schema:
@@ -199,7 +195,7 @@ def _group(group: OptionGroup, option: Schema) -> Schema:
     kept = {key: option[key] for key in ("default", "description") if key in option}
     kinds = []
     for name, kind in group.kinds.items():
-        schema = _mapping(fields_of(kind), _help(kind))
+        schema = _section(kind)
         if group.selector:
             schema["properties"] = {group.selector: {"const": name}, **schema["properties"]}
             is_default = not group.optional and name == next(iter(group.kinds))

@@ -48,6 +48,18 @@ def _no_location(option: str) -> str:
     return ""
 
 
+def old_names(groups: Mapping[str, OptionGroup], valid_names: Collection[str]) -> dict[str, str]:
+    """Return the rows of `RENAMED` that are accepted in a Config or section, with these groups and option names."""
+    accepted = {}
+    for old, new in RENAMED.items():
+        key = new.partition(".")[0]
+        # skew_alpha was an option of methods with a teacher
+        has_option = key in valid_names and ("teacher" in groups if new == "beta" else key in groups)
+        if has_option and old not in valid_names:
+            accepted[old] = new
+    return accepted
+
+
 def rename_options(
     options: Mapping[str, Any],
     groups: Mapping[str, OptionGroup],
@@ -70,13 +82,7 @@ def rename_options(
         InputError: If old options exclude each other, or an option is set under both names.
     """
     values = dict(options)
-    old: dict[str, Any] = {}
-    for name, new in RENAMED.items():
-        key = new.partition(".")[0]
-        # skew_alpha was an option of methods with a teacher
-        has_option = key in valid_names and ("teacher" in groups if new == "beta" else key in groups)
-        if name in values and name not in valid_names and has_option:
-            old[name] = values.pop(name)
+    old: dict[str, Any] = {name: values.pop(name) for name in old_names(groups, valid_names) if name in values}
     changed = {name: value for name, value in old.items() if value is not None and value != _DEFAULTS.get(name)}
     for name, problem in _conflicts(changed, values):
         raise InputError(location(name) + problem)
