@@ -4,7 +4,7 @@
 # Settings, as environment variables:
 #   PARTS     letters of parts in order, default abcdfegh
 #   CASES     regular expression of the measurements' names, default all
-#   LIMIT     seconds of the whole command, default 580
+#   LIMIT     seconds of the whole command, default 580, for a rehearsal 2300
 #   WHEELS    folder of `benchmarks/wheels.sh`, whose packages are used in addition to those of the machine
 #   CACHES    caches.tar.gz of an earlier run, with the kernels that Triton and Inductor have compiled
 #   PYTHON    interpreter, default .venv/bin/python or python3
@@ -18,7 +18,7 @@ if (($# > 0)); then sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "$0"; [[ $1 == --help
 fail() { echo "error: $*" >&2; exit 2; }
 python=${PYTHON:-$([[ -x .venv/bin/python ]] && echo .venv/bin/python || echo python3)}
 out=${OUT:-outputs/gpu}
-limit=${LIMIT:-580}
+limit=${LIMIT:-$([[ ${DRY:-} == 1 ]] && echo 2300 || echo 580)}
 [[ $limit =~ ^[1-9][0-9]*$ ]] || fail "LIMIT must be a positive number of seconds, not $limit"
 [[ ${DRY:-} =~ ^(0|1|)$ ]] || fail "DRY must be 1 or 0, not $DRY"
 [[ ${PARTS:-a} =~ ^[a-h\ ,]+$ ]] || fail "PARTS has letters from a to h, not '$PARTS'"

@@ -339,8 +339,9 @@ def test_the_summary_begins_with_what_failed_and_survives_a_part_that_was_killed
 
 
 def test_every_part_has_a_limit_and_together_they_fit_a_command(settings):
-    parts = parts_of(ORDER, "cpu", True, settings.folder)
-    limits = {part.letter: part.seconds for part in parts}
+    limits = {part.letter: part.seconds for part in parts_of(ORDER, "cuda", False, settings.folder)}
+    rehearsal = {part.letter: part.seconds for part in parts_of(ORDER, "cpu", True, settings.folder)}
+    assert rehearsal == {letter: 4 * seconds for letter, seconds in limits.items()}
     assert {letter: limits[letter] for letter in "abcdefg"} == dict(a=60, b=150, c=30, d=100, e=100, f=50, g=60)
     assert sum(limits[letter] for letter in "abcdfeg") < TOTAL_SECONDS  # the last part, h, may be cut
 

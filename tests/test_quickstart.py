@@ -84,7 +84,7 @@ def test_a_recipe_without_its_rows_says_which_command_makes_them(clone, monkeypa
     monkeypatch.chdir(clone)
     assert main(["recipes/tiny/sft_teacher.yaml"]) == 2
     assert capsys.readouterr().err == (
-        "error: recipes/tiny/sft_teacher.yaml:8: data.train.path: there is no file or folder recipes/tiny/train.jsonl"
+        "error: recipes/tiny/sft_teacher.yaml:9: data.train.path: there is no file or folder recipes/tiny/train.jsonl"
         " (run python recipes/tiny/make_data.py to create it)\n"
     )
     subprocess.run([sys.executable, "recipes/tiny/make_data.py"], check=True)

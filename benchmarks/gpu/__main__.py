@@ -1,6 +1,7 @@
 """Benchmarks for one GPU. On a GPU machine, start them with `bash benchmarks/gpu.sh`.
 
-The parts, in their default order, with their limits in seconds:
+The parts, in their default order, with their limits in seconds on a GPU (four times as long with `--tiny`, whose
+rehearsals run on slow machines):
 
   a   60  ceilings of the machine; layouts, attention, kernels and tiles compute what they should
   b  150  SFT, DPO, KTO, KD and OPD with a Qwen3 0.6B shape, in turns with TRL
@@ -35,6 +36,8 @@ LIMITS = {"a": 60, "b": 150, "c": 30, "d": 100, "e": 100, "f": 50, "g": 60, "h":
 """Part -> seconds."""
 TOTAL_SECONDS = 560
 """Of all parts: a command on the GPU machine may run for 600 seconds."""
+REHEARSAL_FACTOR = 4
+"""The limits of a rehearsal, in limits of a GPU."""
 OPTIONAL = ("trl", "liger_kernel", "flash_attn")
 
 
@@ -77,7 +80,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--cases", default=default, help="regular expression that the measurements' names match")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="tiny models: a rehearsal, also on CPU")
-    parser.add_argument("--limit", type=float, default=TOTAL_SECONDS, help="seconds for all (default: %(default)s)")
+    parser.add_argument("--limit", type=float, help=f"seconds for all (default: {TOTAL_SECONDS}; more with --tiny)")
     parser.add_argument("--out", type=Path, default=Path("outputs/gpu"), help="folder of the results (%(default)s)")
     parser.add_argument("--summary", type=Path, nargs="+", metavar="FILE", help="print the summary of records, no more")
     given = parser.parse_args()
@@ -90,6 +93,8 @@ def arguments() -> argparse.Namespace:
         re.compile(given.cases)
     except re.error as error:
         parser.error(f"--cases: {given.cases!r} is no regular expression: {error}")
+    if given.limit is None:
+        given.limit = TOTAL_SECONDS * (REHEARSAL_FACTOR if given.tiny else 1)
     if given.limit <= 0:
         parser.error(f"--limit must be positive, not {given.limit:g}: it leaves no time for a measurement")
     if given.device == "cpu" and not given.tiny:
@@ -134,8 +139,9 @@ def parts_of(letters: str, device: str, tiny: bool, folder: Path, out: Path | No
         Case("machine", partial(correctness.describe_machine, settings)),
         Case("inputs", partial(inputs.write_inputs, settings)),
     ]
-    parts = [Part(each, known[each][0], LIMITS[each], known[each][1](settings)) for each in letters]
-    return [Part("-", "machine and inputs", 30, prepare), *parts]
+    factor = REHEARSAL_FACTOR if tiny else 1
+    parts = [Part(each, known[each][0], factor * LIMITS[each], known[each][1](settings)) for each in letters]
+    return [Part("-", "machine and inputs", factor * 30, prepare), *parts]
 
 
 if __name__ == "__main__":
