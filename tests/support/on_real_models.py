@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from real_models import NotAvailable, model_folder
+from recipes.real.models import NotAvailable, model_folder
 from transformers import AutoModelForCausalLM
 
 NAMES = ("smollm2", "gemma3")

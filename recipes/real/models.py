@@ -1,7 +1,8 @@
 """Two pretrained models, converted once from packages of GGUF files: SmolLM2 135M Instruct and Gemma 3 270M.
 
 They are kept in a folder outside of the checkout: the environment variable HF_POSTTRAIN_REAL_MODELS, by default
-~/.cache/hf_posttrain/real_models (1.6 GB). `python tests/support/real_models.py` builds them, which takes two minutes.
+~/.cache/hf_posttrain/real_models (1.6 GB). `python -m recipes.real.models` builds them, which takes two minutes, and
+links them in outputs/real, where the recipes of this folder find them.
 """
 
 import os
@@ -84,9 +85,23 @@ def convert(name: str, work: Path) -> Path:
     return work / name
 
 
-if __name__ == "__main__":
+def main() -> int:
+    """Build the models and link them in outputs/real."""
+    linked = Path("outputs/real")
+    linked.mkdir(parents=True, exist_ok=True)
+    code = 0
     for name in PACKAGES:
         try:
-            print(model_folder(name))
+            folder = model_folder(name).resolve()
         except NotAvailable as error:
-            print(f"{name} cannot be built: {error}")
+            print(f"error: {name} cannot be built: {error}", file=sys.stderr)
+            code = 1
+            continue
+        (linked / name).unlink(missing_ok=True)
+        (linked / name).symlink_to(folder)
+        print(f"{linked / name} -> {folder}")
+    return code
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,384 @@
+"""The experiments of docs/results.md with SmolLM2 135M Instruct and Gemma 3 270M.
+
+    python -m recipes.real.experiments [prune lora preferences cross on_policy rounds] [--seeds 0 1 2] [--output FOLDER]
+
+Run `make real-models` first. Each experiment runs the recipes of this folder and commands of hf-posttrain, and writes
+its table to FOLDER/NAME.md. A run or file that is complete is not repeated: after an interruption, run the same command
+again. `--fast` runs a few steps of each recipe, which shows that everything works.
+"""
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hf_posttrain.scoring.cpu import bf16_instructions
+
+HERE = Path(__file__).parent
+DATA = Path("outputs/real/data")
+TINY = Path("recipes/tiny")
+FAST = ["train.max_steps=2", "train.eval_steps=2", "train.logging_steps=1", "data.eval.limit=2"]
+"""Overrides that only show that everything runs."""
+ROWS = 320
+"""Rows of GSM8K that a run trains on."""
+Row = dict[str, Any]
+Results = dict[str, list[dict[str, float]]]
+"""Row of a table -> its values in each seed, by column."""
+
+
+@dataclass
+class Lab:
+    """A folder of runs, each of which is computed once."""
+
+    home: Path
+    seeds: list[int]
+    fast: bool
+
+    def train(self, recipe: str, name: str, *overrides: str) -> Path:
+        """Return the folder of a run of the recipe, which runs unless it is complete."""
+        folder = self.home / name
+        if not (folder / "all_results.json").is_file():
+            options = [*overrides, f"train.output_dir={folder}", *(FAST if self.fast else [])]
+            options += ["train.bf16=true"] if bf16_instructions() else []
+            self.command(HERE / f"{recipe}.yaml", *options)
+        return folder
+
+    def write(self, command: str, *words: object, out: Path) -> Path:
+        """Return the file or folder that a command writes, which runs unless it exists."""
+        if not out.exists():
+            self.command(command, *words, *(["--out", out] if command != "prune" else [out]))
+        return out
+
+    def evaluate(self, model: Path, name: str, *options: object) -> dict[str, float]:
+        """Return what `hf-posttrain eval` prints for a model, which is kept in a file of the given name."""
+        kept = self.home / "evaluations" / f"{model.name}_{name}.json"
+        if not kept.is_file():
+            limit = ["--limit", 2] if self.fast else []
+            printed = self.command("eval", model, *options, "--output", kept.with_suffix(""), "--json", *limit)
+            kept.write_text(printed, encoding="utf-8")
+        metrics: dict[str, float] = json.loads(kept.read_text(encoding="utf-8"))[0]["metrics"]
+        return metrics
+
+    def command(self, *words: object) -> str:
+        """Run a command of hf-posttrain in a process of its own, and return its output."""
+        print(time.strftime("%H:%M:%S"), "hf-posttrain", *words, flush=True)
+        with (self.home / "log.txt").open("a", encoding="utf-8") as log:
+            done = subprocess.run(
+                [sys.executable, "-m", "hf_posttrain.run", *map(str, words)],
+                stdout=subprocess.PIPE, stderr=log, text=True, check=False,
+            )  # fmt: skip
+        if done.returncode:
+            raise SystemExit(f"error: exit code {done.returncode}; see {self.home / 'log.txt'}")
+        return done.stdout
+
+    def limit(self, rows: int) -> int:
+        """Return a number of rows, which is small in a fast run."""
+        return min(rows, 8) if self.fast else rows
+
+
+# ---- the experiments
+
+
+def prune(lab: Lab) -> None:
+    """a. SmolLM2 with 20 and with 15 of its 30 layers: SFT, KD and OPD after KD."""
+    whole = lab.home / "smollm2"
+    criterion = ["--data", DATA / "gsm8k_train.jsonl", "--limit", lab.limit(32)]
+    results: Results = {"all 30 layers": [losses(lab, whole)]}
+    for count in (20, 15):
+        pruned = lab.write("prune", whole, "--keep_layers", count, *criterion, out=lab.home / f"layers_{count}")
+        results[f"{count} layers"] = [losses(lab, pruned)]
+        start = f"model.name_or_path={pruned}"
+        for seed in lab.seeds:
+            ending = f"{count}_{seed}"
+            common = (start, f"train.seed={seed}")
+            variants = {"SFT": lab.train("prune_sft", f"prune_sft_{ending}", *common)}
+            kd = variants["KD"] = lab.train("prune_kd", f"prune_kd_{ending}", *common)
+            if count == 20:
+                rows = lab.limit(round(ROWS * training_seconds(kd) / training_seconds(variants["SFT"])))
+                more = (*common, f"data.train.limit={rows}")
+                variants["SFT, the seconds of KD"] = lab.train("prune_sft", f"prune_sft_longer_{ending}", *more)
+                for name, cache in (("cached top 64", ", top_k: 64"), ("cached hidden states", "")):
+                    teacher = f"teacher={{name_or_path: {whole}, precompute: true{cache}}}"
+                    folder = f"prune_kd_{name.split()[-1]}_{ending}"
+                    variants[f"KD, {name}"] = lab.train("prune_kd", folder, *common, teacher)
+                opd = (f"model.name_or_path={kd}", f"train.seed={seed}")
+                variants["OPD after KD"] = lab.train("prune_opd", f"prune_opd_{ending}", *opd)
+            for name, folder in variants.items():
+                values = losses(lab, folder) | {"minutes": training_seconds(folder) / 60}
+                results.setdefault(f"{count} layers, {name}", []).append(values)
+    full, cut = results["all 30 layers"][0]["held-out loss"], {n: results[f"{n} layers"][0] for n in (20, 15)}
+    for name, rows in results.items():
+        for row in rows if name != "all 30 layers" else []:
+            worst = cut[int(name.split()[0])]["held-out loss"]
+            row["recovered"] = (worst - row["held-out loss"]) / (worst - full)
+    report(lab, "prune", results)
+
+
+def losses(lab: Lab, model: Path) -> dict[str, float]:
+    """Return the losses of a model on held-out problems and general text, and what its greedy answers are like."""
+    options = ["--apply_chat_template", "--max_completion_length", 192, "--batch_size", 50]
+    heldout = lab.evaluate(model, "heldout", "--data", DATA / "gsm8k_heldout.jsonl", *options)
+    general = lab.evaluate(model, "general", "--data", DATA / "general.jsonl")
+    return {
+        "held-out loss": heldout["answer_nll"], "exact match": heldout["exact_match"],
+        "general perplexity": general["perplexity"],
+    } | answers_of(lab, model)  # fmt: skip
+
+
+def answers_of(lab: Lab, model: Path) -> dict[str, float]:
+    """Return the shares of the greedy answers to held-out problems that end, and that end in `#### number`."""
+    prompts = ["--prompts", DATA / "gsm8k_heldout.jsonl", "--limit", lab.limit(50), "--apply_chat_template"]
+    options = ["--temperature", 0, "--max_completion_length", lab.limit(192)]
+    out = lab.home / "answers" / f"{model.name}.jsonl"
+    answers = read(lab.write("sample", model, *prompts, *options, out=out))
+    formed = [row["stopped"] and "####" in row["completion"] for row in answers]
+    return {
+        "answers that end": statistics.fmean(bool(row["stopped"]) for row in answers),
+        "well-formed answers": statistics.fmean(formed),
+    }
+
+
+def lora(lab: Lab) -> None:
+    """b. SFT of SmolLM2 with LoRA on GSM8K, next to TRL."""
+    results: Results = {"SmolLM2": [losses(lab, lab.home / "smollm2")]}
+    for seed in lab.seeds:
+        run = lab.train("gsm8k_lora", f"gsm8k_lora_{seed}", f"train.seed={seed}")
+        values = losses(lab, run) | speed(run)
+        results.setdefault("SFT with LoRA", []).append(values)
+    report(lab, "lora", results)
+
+
+def preferences(lab: Lab) -> None:
+    """c. DPO, KTO and CPO on correct and incorrect solutions, with three learning rates."""
+    results: Results = {}
+    for method in ("dpo", "kto", "cpo"):
+        for rate in ("1e-6", "5e-6", "2e-5"):
+            seeds = lab.seeds if rate == "5e-6" else lab.seeds[:1]
+            for seed in seeds:
+                name = f"preference_{method}_{rate}_{seed}"
+                run = lab.train(f"preference_{method}", name, f"train.learning_rate={rate}", f"train.seed={seed}")
+                kl = lab.train("preference_kl", f"kl_{name}", f"model.name_or_path={run}")
+                first = next(log for log in history(kl) if "eval_distill/reverse_kl" in log)
+                accuracy = [log["eval_rewards/accuracies"] for log in history(run) if "eval_rewards/accuracies" in log]
+                values = {
+                    "held-out accuracy": accuracy[-1],
+                    "KL in nats per answer": first["eval_distill/reverse_kl"] * first["eval_generation/length"],
+                    "changed answers": changed_answers(lab, run),
+                }
+                results.setdefault(f"{method.upper()}, {rate}", []).append(values | speed(run))
+    report(lab, "preferences", results)
+
+
+def changed_answers(lab: Lab, model: Path) -> float:
+    """Return the share of the greedy answers to held-out pairs that differ from those of SmolLM2."""
+    options = ["--prompts", DATA / "pairs_heldout.jsonl", "--limit", lab.limit(32), "--apply_chat_template"]
+    options += ["--columns", "completion=chosen", "--temperature", 0, "--max_completion_length", lab.limit(96)]
+    texts = []
+    for each in (lab.home / "smollm2", model):
+        out = lab.home / "answers" / f"{each.name}_pairs.jsonl"
+        texts.append([row["completion"] for row in read(lab.write("sample", each, *options, out=out))])
+    return statistics.fmean(a != b for a, b in zip(*texts, strict=True))
+
+
+def cross(lab: Lab) -> None:
+    """d. Gemma 3 270M teaches SmolLM2, and the reverse: KD and OPD across tokenizers, and SFT without a teacher."""
+    results: Results = {}
+    names = {"smollm2": "SmolLM2", "gemma3": "Gemma 3"}
+    for student, teacher in (("smollm2", "gemma3"), ("gemma3", "smollm2")):
+        template = f"model.chat_template={HERE / 'gemma3.jinja'}"
+        of = {"smollm2": (), "gemma3": (template,)}
+        taught = lab.train(
+            "cross_sft", f"cross_sft_{teacher}", f"model.name_or_path={lab.home / teacher}", *of[teacher]
+        )
+        results.setdefault(f"{names[teacher]}, SFT", []).append(losses(lab, taught))
+        for seed in lab.seeds:
+            start = (f"model.name_or_path={lab.home / student}", f"train.seed={seed}", *of[student])
+            sft = lab.train("cross_sft", f"cross_sft_{student}" + (f"_{seed}" if seed else ""), *start)
+            section = f"teacher={{name_or_path: {taught}, own_tokenizer: true}}"
+            kd = lab.train("cross_kd", f"cross_kd_{student}_{seed}", *start, section)
+            after = (f"model.name_or_path={sft}", f"train.seed={seed}", section)
+            opd = lab.train("cross_opd", f"cross_opd_{student}_{seed}", *after)
+            for label, run in (("SFT", sft), (f"KD from {names[teacher]}", kd), (f"OPD from {names[teacher]}", opd)):
+                if label != "SFT" or student == "smollm2" or seed:
+                    results.setdefault(f"{names[student]}, {label}", []).append(losses(lab, run) | speed(run))
+    report(lab, "cross", results)
+
+
+def on_policy(lab: Lab) -> None:
+    """e. A teacher of additions: SFT on its answers, KD and OPD with equal tokens and equal seconds, and forgetting."""
+    student, teacher = sums_models(lab)
+    results: Results = {"student": [sums(lab, student)], "teacher": [sums(lab, teacher)]}
+    prompts = ["--prompts", TINY / "prompts.jsonl", "--limit", lab.limit(1024), "--apply_chat_template"]
+    answers = lab.write("sample", teacher, *prompts, "--max_completion_length", 24, out=lab.home / "sums_answers.jsonl")
+    start, second = f"model.name_or_path={student}", f"teacher.name_or_path={teacher}"
+    constant = ("train.learning_rate=2e-5", "train.lr_scheduler_type=constant_with_warmup", "train.warmup_steps=4")
+    for seed in lab.seeds:
+        common = (start, f"train.seed={seed}")
+        texts = (*common, *constant, f"data.train={{path: {answers}}}")
+        opd = lab.train("sums_opd", f"sums_opd_{seed}", *common, second)
+        sft = lab.train("sums_sft", f"sums_sft_{seed}", *texts)
+        epochs = max(1.0, training_seconds(opd) / training_seconds(sft))
+        runs = {
+            "SFT on the teacher's answers": sft,
+            "SFT, the seconds of OPD": lab.train(
+                "sums_sft", f"sums_sft_longer_{seed}", *texts, f"train.num_train_epochs={epochs:.2f}"
+            ),
+            "KD on the teacher's answers": lab.train("sums_kd", f"sums_kd_{seed}", *common, second),
+            "OPD": opd,
+            "OPD with reward": lab.train(
+                "sums_opd", f"sums_reward_{seed}", *common, second,
+                f"data.train={{path: {lab.home / 'sums_answers.jsonl'}, columns: {{completion: completion}}}}",
+                "train.loss_type=policy_gradient", "train.reward=exact_match", "train.num_generations=4",
+            ),
+        }  # fmt: skip
+        for name, run in runs.items():
+            results.setdefault(name, []).append(sums(lab, run) | speed(run))
+    report(lab, "on_policy", results)
+
+
+def sums_models(lab: Lab) -> tuple[Path, Path]:
+    """Return the student, SmolLM2 after 256 additions, and the teacher, after all of them."""
+    start = f"model.name_or_path={lab.home / 'smollm2'}"
+    student = lab.train("sums_sft", "sums_student", start)
+    return student, lab.train("sums_sft", "sums_teacher", start, f"data.train.limit={lab.limit(8192)}")
+
+
+def sums(lab: Lab, model: Path) -> dict[str, float]:
+    """Return the exact match of a model on additions, and its perplexity on general text."""
+    options = ["--apply_chat_template", "--max_completion_length", 24, "--batch_size", 100, "--limit", lab.limit(500)]
+    heldout = lab.evaluate(model, "sums", "--data", TINY / "heldout.jsonl", *options)
+    general = lab.evaluate(model, "general", "--data", DATA / "general.jsonl")
+    return {"exact match": heldout["exact_match"], "general perplexity": general["perplexity"]}
+
+
+def rounds(lab: Lab) -> None:
+    """f. Rounds of DPO on own answers, judged by exact match and by a reward model of such answers."""
+    student, _ = sums_models(lab)
+    judge = train_judge(lab, student)
+    accuracy = lab.evaluate(judge, "pairs", "--data", lab.home / "sums_pairs_heldout.jsonl", "--batch_size", 32)
+    results: Results = {"student": [sums(lab, student)]}
+    judges = {"exact match": "exact_match", "reward model": f"{{by: model, name: {judge}, batch_size: 32}}"}
+    for name, section in judges.items():
+        for seed in lab.seeds:
+            folder = f"rounds_{name.split()[0]}_{seed}"
+            options = [f"model.name_or_path={student}", f"train.seed={seed}", f"rounds.judge={section}"]
+            run = lab.train("rounds", folder, *options)
+            results.setdefault(f"rounds, {name}", []).append(sums(lab, run) | speed(run))
+    report(lab, "rounds", results, f"Held-out pair accuracy of the reward model: {accuracy['pair_accuracy']:.1%}.")
+
+
+def train_judge(lab: Lab, student: Path) -> Path:
+    """Return a reward model, trained on right and wrong answers of the student."""
+    for name, file in (("sums_pairs", TINY / "prompts.jsonl"), ("sums_pairs_heldout", TINY / "heldout.jsonl")):
+        options = ["--n", 4, "--max_completion_length", 24, "--limit", lab.limit(512), "--apply_chat_template"]
+        answers = lab.write("sample", student, "--prompts", file, *options, out=lab.home / f"{name}_answers.jsonl")
+        known = lab.home / f"{name}_known.jsonl"
+        if not known.exists():
+            write(known, [row | {"reference": right_sum(row["prompt"])} for row in read(answers) if row["stopped"]])
+        judged = lab.write("judge", known, "--by", "exact_match", out=lab.home / f"{name}_judged.jsonl")
+        lab.write("pair", judged, "--method", "rm", "--take", "all", out=lab.home / f"{name}.jsonl")
+    start = f"model.name_or_path={student}"
+    pairs = [f"data.{part}.path={lab.home / name}.jsonl"
+             for part, name in (("train", "sums_pairs"), ("eval", "sums_pairs_heldout"))]  # fmt: skip
+    return lab.train("sums_rm", "sums_judge", start, *pairs)
+
+
+def right_sum(prompt: Any) -> str:
+    """Return the answer to an addition, whose prompt is text or a conversation."""
+    text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+    return f"#### {sum(map(int, text.rstrip('=').split('+')))}"
+
+
+EXPERIMENTS: dict[str, Callable[[Lab], None]] = {
+    "prune": prune, "lora": lora, "preferences": preferences, "cross": cross, "on_policy": on_policy, "rounds": rounds,
+}  # fmt: skip
+
+
+# ---- files and tables
+
+
+def read(path: Path) -> list[Row]:
+    """Return the rows of a file."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def write(path: Path, rows: Iterable[Row]) -> None:
+    """Write rows."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def history(folder: Path) -> list[Row]:
+    """Return the log of a run."""
+    logs: list[Row] = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
+    return logs
+
+
+def training_seconds(folder: Path) -> float:
+    """Return the seconds of a run without those of its evaluations."""
+    logs = history(folder)
+    total = next(log["train_runtime"] for log in logs if "train_runtime" in log)
+    return float(total - sum(log.get("eval_runtime", 0.0) for log in logs))
+
+
+def speed(folder: Path) -> dict[str, float]:
+    """Return the minutes of a run, without evaluations."""
+    return {"minutes": training_seconds(folder) / 60}
+
+
+def report(lab: Lab, name: str, results: Results, note: str = "") -> None:
+    """Write the table of an experiment, with the mean and the standard error of the seeds, and print it."""
+    columns = list(dict.fromkeys(column for rows in results.values() for row in rows for column in row))
+    lines = ["| | " + " | ".join(columns) + " |", "|" + "---|" * (len(columns) + 1)]
+    for title, rows in results.items():
+        cells = [cell(column, [row[column] for row in rows if column in row]) for column in columns]
+        lines.append(f"| {title} | " + " | ".join(cells) + " |")
+    page = "\n".join([*lines, *([f"\n{note}"] if note else [])]) + "\n"
+    (lab.home / f"{name}.md").write_text(page, encoding="utf-8")
+    (lab.home / f"{name}.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    print(f"\n{EXPERIMENTS[name].__doc__}\n\n{page}", flush=True)
+
+
+SHARES = {"exact match", "well-formed answers", "answers that end", "held-out accuracy", "changed answers", "recovered"}
+"""Columns whose values are printed as percentages."""
+
+
+def cell(column: str, values: Sequence[float]) -> str:
+    """Return the mean of the seeds, and its standard error if there are several."""
+    if not values:
+        return ""
+    shown = "{:.1%}" if column in SHARES else "{:.3f}" if "loss" in column else "{:.2f}"
+    mean = shown.format(statistics.fmean(values))
+    if len(values) == 1:
+        return mean
+    return f"{mean} ± {shown.format(statistics.stdev(values) / math.sqrt(len(values)))}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the experiments that the command line names."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="EXPERIMENT", help=f"{', '.join(EXPERIMENTS)} (default: all)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="default: 0 1 2")
+    parser.add_argument("--output", type=Path, default=Path("outputs/real"), help="default: outputs/real")
+    parser.add_argument("--fast", action="store_true", help="two steps of each run")
+    arguments = parser.parse_args(argv)
+    if unknown := [name for name in arguments.names if name not in EXPERIMENTS]:
+        parser.error(f"there is no experiment {unknown[0]!r}; choose from {', '.join(EXPERIMENTS)}")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    for folder in ("answers", "evaluations"):
+        (arguments.output / folder).mkdir(parents=True, exist_ok=True)
+    lab = Lab(arguments.output, arguments.seeds, arguments.fast)
+    for name in arguments.names or EXPERIMENTS:
+        EXPERIMENTS[name](lab)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
