@@ -82,7 +82,7 @@ def labeled_answers(pair: Row) -> list[Row]:
 
 
 def general_passages() -> list[str]:
-    """Return passages of Python's manual, at most one of each topic."""
+    """Return different passages of Python's manual. They depend on the minor version of Python."""
     passages = []
     for _, text in sorted(pydoc_data.topics.topics.items()):
         passage = ""
@@ -92,7 +92,7 @@ def general_passages() -> list[str]:
             passage += paragraph + "\n\n"
         if len(passage) > CHARACTERS // 2:
             passages.append(passage.strip())
-    return passages[:PASSAGES]
+    return list(dict.fromkeys(passages))[:PASSAGES]  # some topics have the same text
 
 
 def write(name: str, rows: Iterable[Row]) -> None:

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from recipes.real.models import NotAvailable, model_folder
 from transformers import AutoModelForCausalLM
+
+from recipes.real.models import NotAvailable, model_folder
 
 NAMES = ("smollm2", "gemma3")
 ROWS = [
