@@ -30,7 +30,7 @@ CASES = {
     "sft": ("sft", "sft-packed"),
     "dpo": ("dpo", "dpo-cached"),
     "kto": ("kto", "kto-cached"),
-    "kd": ("kd",),
+    "kd": ("kd", "kd-cached"),
     "opd": ("opd",),
 }
 PACKED_BATCH = 2

@@ -26,7 +26,7 @@ def common(spec: dict[str, Any]) -> dict[str, Any]:
         "learning_rate": 1e-6,
         "lr_scheduler_type": "constant",
         "train_sampling_strategy": "sequential",
-        "logging_steps": 10**6,
+        "logging_steps": 1 if spec["method"] == "opd" else 10**6,  # OPD's diagnostics are part of its usual use
         "save_strategy": "no",
         "eval_strategy": "no",
         "report_to": "none",
@@ -63,6 +63,8 @@ def ours(spec: dict[str, Any], rows: list[dict], **given: Any) -> Any:
         options |= {"max_completion_length": longest, "max_length": spec["max_length"] + longest}
     if method in ("kd", "opd"):
         given["teacher_model"] = build_model(spec, seed=1)
+    if method == "kd" and spec["variant"] == "cached":
+        options |= {"teacher": {"precompute": True}}  # its hidden states, before the steps that are measured
     config, trainer = (getattr(hf_posttrain, method.upper() + kind) for kind in ("Config", "Trainer"))
     args = config(**common(spec), activation_checkpointing=spec.get("checkpointing", False), **options)
     built = trainer(args=args, train_dataset=datasets.Dataset.from_list(rows), **given, **lora(spec))

@@ -242,6 +242,8 @@ NEEDS = {need.symbol: need for need in [
          "a model of the hub is in its folder models--OWNER--NAME", "models--"),
     Need("bitsandbytes.nn.Linear4bit.support_avx512bf16_for_cpu", "models/policy.py",
          "False: weights are not repacked in a first forward"),
+    Need("torch.ops.mkl._mkl_reorder_linear_weight", "scoring/cpu.py", "packs a weight for a number of rows"),
+    Need("torch.ops.mkl._mkl_linear", "scoring/cpu.py", "multiplies as many rows with a packed weight"),
 ]}  # fmt: skip
 CANARIES = {}
 
@@ -1310,6 +1312,15 @@ def _():
     bitsandbytes = pytest.importorskip("bitsandbytes")
     assert "support_avx512bf16_for_cpu" in vars(bitsandbytes.nn.Linear4bit(4, 4))
     assert "and self.support_avx512bf16_for_cpu" in source(bitsandbytes.nn.Linear4bit.forward)
+
+
+@canary("torch.ops.mkl._mkl_reorder_linear_weight", "torch.ops.mkl._mkl_linear")
+def _():
+    if not torch.backends.mkl.is_available():
+        pytest.skip("torch was built without MKL")
+    weight, rows = torch.arange(12.0).view(3, 4), torch.eye(4)[:2]
+    packed = torch.ops.mkl._mkl_reorder_linear_weight(weight, len(rows))
+    assert torch.equal(torch.ops.mkl._mkl_linear(rows, packed, weight, None, len(rows)), weight[:, :2].T)
 
 
 # ---- our side

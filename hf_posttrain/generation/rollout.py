@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from ..scoring.cpu import fast_small_batches, sample_ids
+from ..scoring.cpu import packed_weights, sample_ids
 from ..scoring.forward import cache_argument, causal_lm, eval_mode, precast_weights, unwrap_model
 from . import hf_generate, sampler_selection
 from .batch_size import max_generation_batch
@@ -150,7 +150,7 @@ def generate_batch(
             assert vision_inputs is not None
             images += vision_inputs.reader.complete_images(prompt, prompt_images)
     if backend in sampler_selection.NATIVE and not images:
-        with fast_small_batches(model):
+        with packed_weights(model):
             replay = backend == sampler_selection.GRAPHS
             return decode(causal_lm(model), prompts, max_new_tokens, terminal_ids, sampler, replay)
     ids, mask = left_pad(prompts, pad_id, causal_lm(model).device)

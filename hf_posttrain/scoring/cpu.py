@@ -6,9 +6,9 @@ Each docstring has the speedup in rows per second on 2 cores. See docs/reference
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from types import MethodType
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor, nn
 
@@ -42,25 +42,34 @@ def bf16_instructions() -> str | None:
     return next((name for name in ("amx_bf16", "avx512_bf16") if capabilities.get(name)), None)
 
 
-MAX_SMALL_BATCH = 8
-"""Number of rows up to which a product is faster with the weight as its left factor."""
+PACKED_ROWS = (8, 16, 32, 64)
+"""Numbers of rows for which weights are packed. Fewer rows are padded, and more are multiplied as usual."""
+MIN_PACKED_ROWS = 3
+"""Number of rows from which a product with a packed weight is faster."""
+PACKED_MEMORY_SHARE = 0.5
+"""Largest share of the available memory that packed weights may take."""
 
 
 @contextmanager
-def fast_small_batches(model: nn.Module) -> Iterator[None]:
-    """Let linear layers on CPU multiply a few float32 rows with the weight as the left factor.
+def packed_weights(model: nn.Module) -> Iterator[None]:
+    """Let linear layers on CPU multiply a few float32 rows with weights in the order in which MKL reads them.
 
-    In this order MKL reads the weight once: 1.32x in OPD, whose decoding consists of such products.
+    A weight is packed at its first product with a few rows. The copies take as much memory as the weights until the
+    context ends. Decoding, which reads all weights for each token, takes 0.6 to 0.9 of the time.
     """
     layers = []
-    if not torch.is_autocast_enabled("cpu"):
+    has_mkl = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
+    if has_mkl and not torch.is_autocast_enabled("cpu"):
         for layer in model.modules():
             plain = type(layer) is nn.Linear and "forward" not in vars(layer)  # without a replaced forward
             if plain and layer.weight.device.type == "cpu" and layer.weight.dtype == torch.float32:
                 layers.append(layer)
+    size = sum(layer.weight.nbytes for layer in layers)
+    if size > PACKED_MEMORY_SHARE * psutil.virtual_memory().available:
+        layers = []
 
     for layer in layers:
-        layer.forward = MethodType(_weight_first, layer)  # type: ignore[method-assign]
+        layer.forward = _PackedLinear(layer)  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -68,9 +77,24 @@ def fast_small_batches(model: nn.Module) -> Iterator[None]:
             del layer.forward
 
 
-def _weight_first(layer: nn.Linear, rows: Tensor) -> Tensor:
-    """Compute the forward of nn.Linear for rows [..., H]."""
-    if not 1 < rows.numel() // rows.shape[-1] <= MAX_SMALL_BATCH:
-        return nn.functional.linear(rows, layer.weight, layer.bias)
-    output = torch.mm(layer.weight, rows.reshape(-1, rows.shape[-1]).T).T.contiguous()
-    return (output if layer.bias is None else output + layer.bias).view(*rows.shape[:-1], -1)
+class _PackedLinear:
+    """Forward of an nn.Linear that packs its weight for the number of rows."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        self.layer = layer
+        self.packed_rows = 0
+        self.packed: Tensor
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """Return the product of rows [..., H] and the weight, [..., out_features]."""
+        weight, bias = self.layer.weight, self.layer.bias
+        count = rows.numel() // rows.shape[-1]
+        if not MIN_PACKED_ROWS <= count <= PACKED_ROWS[-1]:
+            return nn.functional.linear(rows, weight, bias)
+        size = next(size for size in PACKED_ROWS if count <= size)
+        if size != self.packed_rows:
+            self.packed = torch.ops.mkl._mkl_reorder_linear_weight(weight.detach(), size)
+            self.packed_rows = size
+        padded = nn.functional.pad(rows.reshape(count, -1), (0, 0, 0, size - count))
+        output: Tensor = torch.ops.mkl._mkl_linear(padded, self.packed, weight.detach(), bias, size)
+        return output[:count].view(*rows.shape[:-1], -1)

@@ -101,20 +101,43 @@ def test_tokens_are_drawn_from_the_softmax_and_never_with_probability_0(draw, mo
     assert found[1] == found[5] == 0
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (3, 1), (2, 4), (9, 1)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (2, 1), (3, 1), (2, 4), (9, 1), (64, 1), (65, 1)], ids=str)
 @pytest.mark.parametrize("bias", [True, False])
-def test_products_of_a_few_rows_are_those_of_linear(shape, bias, monkeypatch):
+def test_products_with_packed_weights_are_those_of_linear(shape, bias, monkeypatch):
     torch.manual_seed(0)
     layer, rows = torch.nn.Linear(64, 48, bias=bias), torch.randn(*shape, 64)
     expected = layer(rows)
-    taken, mm = [], torch.mm
-    monkeypatch.setattr(torch, "mm", lambda *args: taken.append(1) or mm(*args))
-    with cpu.fast_small_batches(layer):
+    calls, linear = [], torch.nn.functional.linear
+    monkeypatch.setattr(torch.nn.functional, "linear", lambda *args: calls.append(1) or linear(*args))
+    with torch.no_grad(), cpu.packed_weights(layer):
         found = layer(rows)
-    assert bool(taken) == (1 < rows[..., 0].numel() <= cpu.MAX_SMALL_BATCH)
+        again = layer(rows)
+    is_packed = cpu.MIN_PACKED_ROWS <= rows[..., 0].numel() <= cpu.PACKED_ROWS[-1]
+    assert bool(calls) != (is_packed and torch.backends.mkl.is_available())
     assert "forward" not in vars(layer)
     assert found.is_contiguous()
     torch.testing.assert_close(found, expected)
+    assert torch.equal(again, found)
+
+
+def test_another_number_of_rows_packs_again_and_a_changed_weight_counts_in_the_next_context():
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(32, 16)
+    with torch.no_grad():
+        for scale in (1.0, 3.0):
+            layer.weight.mul_(scale)
+            with cpu.packed_weights(layer):
+                for count in (40, 17, 8, 5, 30):
+                    rows = torch.randn(count, 32)
+                    torch.testing.assert_close(layer(rows), rows @ layer.weight.T + layer.bias)
+
+
+def test_weights_are_not_packed_where_memory_is_short(monkeypatch):
+    layer = torch.nn.Linear(8, 8)
+    available = cpu.psutil.virtual_memory()._replace(available=layer.weight.nbytes)
+    monkeypatch.setattr(cpu.psutil, "virtual_memory", lambda: available)
+    with cpu.packed_weights(layer):
+        assert "forward" not in vars(layer)
 
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
@@ -226,7 +249,7 @@ def test_rows_go_in_even_parts(count, most, size):
 def test_a_layers_own_forward_is_left_to_it():
     layer, calls = torch.nn.Linear(4, 4), []
     layer.forward = lambda rows: calls.append(rows) or rows
-    with cpu.fast_small_batches(layer):
+    with cpu.packed_weights(layer):
         layer(torch.ones(2, 4))
     layer(torch.ones(2, 4))
     assert len(calls) == 2

@@ -194,6 +194,7 @@ def passes(head_of, hidden, tile, weights, inputs):
 @pytest.mark.parametrize("kind", ["log-prob", "forward_kl", "reverse_kl", "jsd"])
 def test_the_head_with_kernels_is_the_head_in_torch(interpreted, kind, transform, promised, kept, monkeypatch):
     monkeypatch.setattr(head, "TILE_ELEMENTS", 5 * 300)
+    monkeypatch.setattr(head, "MIN_TILE_ROWS", 1)
     monkeypatch.setattr(head, "MAX_KEPT_ELEMENTS", 10**9 if kept else 0)
     hidden, weight, bias, targets = states()
     own = head.LinearHead(weight, bias, head.LogitTransform(*transform))
@@ -338,7 +339,8 @@ def test_the_head_of_a_large_vocabulary_is_few_launches_bound_by_its_products(ki
 def test_tiles_are_as_large_as_a_gpu_allows(gib, rows):
     assert head.tile_rows(VOCABULARY, gib * 2**30) == rows
     assert head.tile_rows(1000, gib * 2**30) == 4096
-    assert head.tile_rows(VOCABULARY, None) == 55
+    assert head.tile_rows(VOCABULARY, None) == head.MIN_TILE_ROWS == 128
+    assert head.tile_rows(2**15, None) == 256
 
 
 def test_kept_gradients_are_a_share_of_the_gpu():

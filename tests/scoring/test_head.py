@@ -34,6 +34,7 @@ TRANSFORMS = [H.LogitTransform(*how) for how in ((), (0.25,), (1.0, 5.0), (2.0, 
 def small_tiles(request, monkeypatch):
     """Five tokens a tile, so that a pass has several; with and without keeping them."""
     monkeypatch.setattr(H, "TILE_ELEMENTS", 5 * V)
+    monkeypatch.setattr(H, "MIN_TILE_ROWS", 1)
     monkeypatch.setattr(H, "MAX_KEPT_ELEMENTS", 10**9 if request.param == "keep" else 0)
 
 
@@ -415,6 +416,7 @@ def test_metrics_over_a_real_vocabulary_are_those_of_float64(vocabulary):
 def test_a_scaled_and_soft_capped_head_of_a_real_vocabulary_is_that_of_float64(vocabulary, monkeypatch):
     """Values and all three gradients of whole passes: Gemma's cap, Granite's scale, in three tiles."""
     monkeypatch.setattr(H, "TILE_ELEMENTS", 16 * vocabulary)
+    monkeypatch.setattr(H, "MIN_TILE_ROWS", 1)
     draw = torch.Generator().manual_seed(0)
     hidden = (2 * torch.randn(48, 16, generator=draw)).requires_grad_()
     weight = torch.randn(vocabulary, 16, generator=draw).requires_grad_()
