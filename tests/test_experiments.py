@@ -1,88 +1,81 @@
-"""recipes/real: the recipes load, and the driver writes rows and tables. The runs themselves are in tests/real."""
+"""The experiments of OPD: each is a recipe that can run, and the tables say what the runs did."""
 
 import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from hf_posttrain.methods import METHODS, config_class
-from hf_posttrain.recipe.read import load_recipe, train_config
-from recipes.real import experiments, make_data
+from benchmarks import opd, rounds
+from hf_posttrain.recipe.read import load_recipe
 
-RECIPES = sorted(experiments.HERE.glob("*.yaml"))
-
-
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_every_recipe_of_an_experiment_loads(path):
-    recipe = load_recipe(path)
-    config = train_config(recipe, config_class(METHODS[recipe.method]))
-    assert config.output_dir.startswith("outputs/real/")
-    assert "Experiment" in path.read_text().splitlines()[1]
+REPOSITORY = Path(__file__).parents[1]
+SETTINGS = [setting for _, settings in opd.EXPERIMENTS.values() for setting in settings.values()]
 
 
-def test_each_recipe_is_run_by_the_driver():
-    text = (experiments.HERE / "experiments.py").read_text()
-    for path in RECIPES:
-        name = path.stem.replace("preference_dpo", "preference_{method}")
-        assert f'"{name}"' in text or path.stem in ("preference_kto", "preference_cpo"), path.stem
+def run_of(match, kl):
+    found = {"exact_match": match, "reverse_kl": kl, "stopped": 1.0, "length": 12.0, "seconds": 40.0}
+    return found | {"curve": [(0, 0.5, 0.25), (9, match, kl)]}
 
 
-@pytest.mark.parametrize("solved", [False, True])
-def test_rows_of_gsm8k_become_problems_pairs_and_labeled_answers(solved, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(make_data, "HELDOUT", 2)
-    problems = [{"question": f"{n}+1?", "answer": f"#### {n + 1}"} for n in range(5)]
-    solutions = [{"question": f"{n}+1?", "ground_truth": "", "a": {"is_correct": True, "solution": f"A: {n + 1}"},
-                  "b": {"is_correct": n == 4, "solution": "A: 0"}} for n in range(5)]  # fmt: skip
-    pairs = [{"prompt": f"{n}+1?", "chosen": f"A: {n + 1}", "rejected": "A: 0"} for n in range(4)]
-    files = {"train": problems, "test": problems} | (
-        {"example_model_solutions": solutions} if solved else {"preference": pairs}
-    )
-    for name, rows in files.items():
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    monkeypatch.setattr("sys.argv", ["make_data", "--gsm8k", str(tmp_path)])
-    assert make_data.main() == 0
-    written = {path.stem: experiments.read(path) for path in make_data.FOLDER.glob("*.jsonl")}
-    assert written["gsm8k_train"][0] == {"prompt": "0+1?", "completion": "#### 1"}
-    assert len(written["gsm8k_heldout"]) == 2
-    assert written["pairs_heldout"] + written["pairs_train"] == pairs  # the fifth problem has no wrong solution
-    assert written["answers_train"][:2] == [
-        {"prompt": "2+1?", "completion": "A: 3", "label": True},
-        {"prompt": "2+1?", "completion": "A: 0", "label": False}
-    ]  # fmt: skip
-    texts = [row["text"] for row in written["general"]]
-    assert len({*texts}) == len(texts) > 50
-    assert max(map(len, texts)) <= make_data.CHARACTERS
+def test_the_tables_have_means_and_spreads():
+    runs = {"OPD, reverse KL": [run_of(0.8, 0.04), run_of(0.9, 0.01)]}
+    runs["SFT on the teacher's answers"] = [run_of(0.6, None)] * 2
+    assert {*runs} <= {*opd.EXPERIMENTS["f"][1]}
+    page = [*opd.pages({"f": runs}, [(0.5, 1.0), (0.5, 1.0)])]
+    assert page[0].startswith("student 50.0% (50.0% to 50.0%), teacher 100.0%")
+    [row] = [line for line in page if line.startswith("| OPD, reverse KL")]
+    assert row.split(" | ")[1:4] == ["85.0% (80.0% to 90.0%)", "70% (60% to 80%)", "0.025 (0.010 to 0.040)"]
+    [row] = [line for line in opd.pages({"f": runs}, [(0.5, 0.5)] * 2) if line.startswith("| OPD, reverse KL")]
+    assert row.split(" | ")[2] == ""  # a student as good as its teacher: no gap
+    assert page[-1] == "## h: exact match = 1.00 -1.00 sqrt(reverse KL), R2 1.000 over 4 evaluations of f"
 
 
-def test_a_table_has_means_and_standard_errors(tmp_path, capsys):
-    lab = experiments.Lab(tmp_path, [0, 1], False)
-    runs = [{"exact match": 0.25, "minutes": 2.0}, {"exact match": 0.75, "minutes": 3.0}]
-    experiments.report(lab, "rounds", {"student": [{"exact match": 0.5}], "rounds": runs}, "A note.")
-    page = (tmp_path / "rounds.md").read_text()
-    assert page.splitlines() == [
-        "| | exact match | minutes |", "|---|---|---|", "| student | 50.0% |  |",
-        "| rounds | 50.0% ± 25.0% | 2.50 ± 0.50 |", "", "A note.",
-    ]  # fmt: skip
-    assert page in capsys.readouterr().out
-    assert json.loads((tmp_path / "rounds.json").read_text())["rounds"] == runs
+def test_every_setting_is_a_recipe_that_can_run(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(opd, "train", lambda given, recipe, folder, overrides: seen.append((recipe, overrides, folder)))
+    monkeypatch.setattr(opd, "read_result", lambda folder: {"seconds": 1.0, "steps": 4})
+    for setting in SETTINGS:
+        opd.result_of(SimpleNamespace(out=tmp_path), setting, 0)
+    assert len(seen) > len({*SETTINGS}) > 30
+    asked = {(recipe, *(one for one in overrides if "steps=" not in one)) for recipe, overrides, _ in seen}
+    assert len(asked) < len({folder for *_, folder in seen})  # a setting has a folder of its own
+    subprocess.run([sys.executable, opd.TINY / "make_data.py"], check=True)
+    for recipe, overrides, _ in seen:
+        load_recipe(opd.TINY / f"{recipe.replace('without_tail', 'opd')}.yaml", overrides)
 
 
-def test_a_run_or_file_that_exists_is_not_repeated(tmp_path, monkeypatch):
-    lab = experiments.Lab(tmp_path, [0], True)
-    commands = []
-    monkeypatch.setattr(experiments.Lab, "command", lambda self, *words: commands.append(words) or "")
-    (tmp_path / "done").mkdir()
-    (tmp_path / "done" / "all_results.json").write_text("{}")
-    assert lab.train("rounds", "done") == tmp_path / "done"
-    assert lab.write("sample", "model", out=tmp_path / "done") == tmp_path / "done"
-    assert not commands
-    lab.train("rounds", "new", "train.seed=1")
-    [words] = commands
-    assert {"train.seed=1", f"train.output_dir={tmp_path / 'new'}", "train.max_steps=2"} <= {*words}
+@pytest.mark.slow
+def test_the_experiments_run(tmp_path):
+    command = [sys.executable, "-m", "benchmarks.opd", "--fast", "--seeds", "0", "--only", "a", "e", "f", "i"]
+    done = subprocess.run([*command, "--out", str(tmp_path)], cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads((tmp_path / "results.json").read_text())
+    asked = {letter: [*opd.EXPERIMENTS[letter][1]] for letter in "aefi"}
+    assert {letter: [*settings] for letter, settings in found.items()} == asked
+    assert (tmp_path / "results.md").read_text() in done.stdout
 
 
-def test_seconds_of_training_are_without_those_of_evaluation(tmp_path):
-    logs = [{"loss": 1.0}, {"eval_loss": 1.0, "eval_runtime": 2.5}, {"eval_runtime": 1.5}, {"train_runtime": 10.0}]
-    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": logs}))
-    assert experiments.training_seconds(tmp_path) == 6.0
-    assert experiments.speed(tmp_path) == {"minutes": 0.1}
+def test_settings_of_rounds_are_recipes_and_their_table_has_means(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(rounds, "train", lambda given, recipe, folder, overrides: seen.append((recipe, overrides)))
+    subprocess.run([sys.executable, opd.TINY / "make_data.py"], check=True)
+    for name in rounds.settings():
+        rounds.run(SimpleNamespace(out=tmp_path, fast=False), name, 0)
+    recipes = [load_recipe(opd.TINY / f"{recipe}.yaml", overrides) for recipe, overrides in seen]
+    asked = [recipe.rounds.count * recipe.rounds.num_generations for recipe in recipes if recipe.rounds]
+    assert asked == [24] * 6
+    assert {recipe.rounds.count * recipe.train["num_train_epochs"] for recipe in recipes if recipe.rounds} == {6}
+    assert recipes[-1].train["max_steps"] * recipes[-1].train["per_device_train_batch_size"] == 24 * 1024
+    page = [*rounds.table({"x": [[(0, 0.5), (1, 0.6), (2, 0.7), (3, 0.8)], [(0, 0.5), (1, 0.5), (2, 0.5), (3, 0.6)]]})]
+    assert page[-1] == "| x | 50.0% | 55.0% | 60.0% | 70.0% | 60.0% to 80.0% |"
+
+
+@pytest.mark.slow
+def test_the_experiments_of_rounds_run(tmp_path):
+    command = [sys.executable, "-m", "benchmarks.rounds", "--fast", "--seeds", "0", "--out", str(tmp_path)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert {*json.loads((tmp_path / "results.json").read_text())} == {*rounds.settings()}

@@ -57,19 +57,16 @@ def packed_weights(model: nn.Module) -> Iterator[None]:
     A weight is packed at its first product with a few rows. The copies take as much memory as the weights until the
     context ends. Decoding, which reads all weights for each token, takes 0.6 to 0.9 of the time.
     """
-    layers = []
+    layers: list[nn.Linear] = []
     has_mkl = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
     if has_mkl and not torch.is_autocast_enabled("cpu"):
-        for layer in model.modules():
-            plain = type(layer) is nn.Linear and "forward" not in vars(layer)  # without a replaced forward
-            if plain and layer.weight.device.type == "cpu" and layer.weight.dtype == torch.float32:
-                layers.append(layer)
-    size = sum(layer.weight.nbytes for layer in layers)
-    if size > PACKED_MEMORY_SHARE * psutil.virtual_memory().available:
+        plain = (layer for layer in model.modules() if type(layer) is nn.Linear and "forward" not in vars(layer))
+        layers = [x for x in plain if x.weight.device.type == "cpu" and x.weight.dtype == torch.float32]
+    if sum(layer.weight.nbytes for layer in layers) > PACKED_MEMORY_SHARE * psutil.virtual_memory().available:
         layers = []
 
     for layer in layers:
-        layer.forward = _PackedLinear(layer)  # type: ignore[method-assign]
+        layer.forward = _PackedLinear(layer)  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:

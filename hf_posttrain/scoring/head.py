@@ -26,7 +26,7 @@ from transformers import PreTrainedConfig
 TILE_ELEMENTS = 2**23
 """Logits in one tile on CPU, n x V (32 MB in float32), unless MIN_TILE_ROWS needs more."""
 MIN_TILE_ROWS = 128
-"""Rows of a tile on CPU. With 262k ids, 128 rows took 0.4 times as long as 32: each tile reads the whole head."""
+"""Rows of a tile on CPU. With 262k ids, 128 rows took 0.4 times as long as 32."""
 MAX_KEPT_ELEMENTS = 2**26
 """N x V on CPU up to which the gradient of the logits is kept for the backward, which saves a GEMM."""
 PRODUCT_COLUMNS = 2048
@@ -55,8 +55,8 @@ def memory(device: torch.device) -> int | None:
 def tile_rows(vocabulary: int, memory: int | None) -> int:
     """Return the number of tokens of a tile.
 
-    On a GPU large tiles are faster, because each tile reads the weights of the head again: up to 4096 tokens, in whole
-    blocks of a matrix product. On CPU a tile should fit in the cache, if the vocabulary is small enough.
+    Each tile reads the weights of the head again. On a GPU it has up to 4096 tokens, in whole blocks of a matrix
+    product. On CPU it should fit in the cache, if the vocabulary is small enough.
 
     Args:
         vocabulary: Number of logits per token.

@@ -1,0 +1,88 @@
+"""recipes/real: the recipes load, and the driver writes rows and tables. The runs themselves are in tests/real."""
+
+import json
+
+import pytest
+
+from hf_posttrain.methods import METHODS, config_class
+from hf_posttrain.recipe.read import load_recipe, train_config
+from recipes.real import experiments, make_data
+
+RECIPES = sorted(experiments.HERE.glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_of_an_experiment_loads(path):
+    recipe = load_recipe(path)
+    config = train_config(recipe, config_class(METHODS[recipe.method]))
+    assert config.output_dir.startswith("outputs/real/")
+    assert "Experiment" in path.read_text().splitlines()[1]
+
+
+def test_each_recipe_is_run_by_the_driver():
+    text = (experiments.HERE / "experiments.py").read_text()
+    for path in RECIPES:
+        name = path.stem.replace("preference_dpo", "preference_{method}")
+        assert f'"{name}"' in text or path.stem in ("preference_kto", "preference_cpo"), path.stem
+
+
+@pytest.mark.parametrize("solved", [False, True])
+def test_rows_of_gsm8k_become_problems_pairs_and_labeled_answers(solved, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(make_data, "HELDOUT", 2)
+    problems = [{"question": f"{n}+1?", "answer": f"#### {n + 1}"} for n in range(5)]
+    solutions = [{"question": f"{n}+1?", "ground_truth": "", "a": {"is_correct": True, "solution": f"A: {n + 1}"},
+                  "b": {"is_correct": n == 4, "solution": "A: 0"}} for n in range(5)]  # fmt: skip
+    pairs = [{"prompt": f"{n}+1?", "chosen": f"A: {n + 1}", "rejected": "A: 0"} for n in range(4)]
+    files = {"train": problems, "test": problems} | (
+        {"example_model_solutions": solutions} if solved else {"preference": pairs}
+    )
+    for name, rows in files.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.setattr("sys.argv", ["make_data", "--gsm8k", str(tmp_path)])
+    assert make_data.main() == 0
+    written = {path.stem: experiments.read(path) for path in make_data.FOLDER.glob("*.jsonl")}
+    assert written["gsm8k_train"][0] == {"prompt": "0+1?", "completion": "#### 1"}
+    assert len(written["gsm8k_heldout"]) == 2
+    assert written["pairs_heldout"] + written["pairs_train"] == pairs  # the fifth problem has no wrong solution
+    assert written["answers_train"][:2] == [
+        {"prompt": "2+1?", "completion": "A: 3", "label": True},
+        {"prompt": "2+1?", "completion": "A: 0", "label": False}
+    ]  # fmt: skip
+    texts = [row["text"] for row in written["general"]]
+    assert len({*texts}) == len(texts) > 50
+    assert max(map(len, texts)) <= make_data.CHARACTERS
+
+
+def test_a_table_has_means_and_standard_errors(tmp_path, capsys):
+    lab = experiments.Lab(tmp_path, [0, 1], False)
+    runs = [{"exact match": 0.25, "minutes": 2.0}, {"exact match": 0.75, "minutes": 3.0}]
+    experiments.report(lab, "rounds", {"student": [{"exact match": 0.5}], "rounds": runs}, "A note.")
+    page = (tmp_path / "rounds.md").read_text()
+    assert page.splitlines() == [
+        "| | exact match | minutes |", "|---|---|---|", "| student | 50.0% |  |",
+        "| rounds | 50.0% ± 25.0% | 2.50 ± 0.50 |", "", "A note.",
+    ]  # fmt: skip
+    assert page in capsys.readouterr().out
+    assert json.loads((tmp_path / "rounds.json").read_text())["rounds"] == runs
+
+
+def test_a_run_or_file_that_exists_is_not_repeated(tmp_path, monkeypatch):
+    lab = experiments.Lab(tmp_path, [0], True)
+    commands = []
+    monkeypatch.setattr(experiments.Lab, "command", lambda self, *words: commands.append(words) or "")
+    (tmp_path / "done").mkdir()
+    (tmp_path / "done" / "all_results.json").write_text("{}")
+    assert lab.train("rounds", "done") == tmp_path / "done"
+    assert lab.write("sample", "model", out=tmp_path / "done") == tmp_path / "done"
+    assert not commands
+    lab.train("rounds", "new", "train.seed=1")
+    [words] = commands
+    assert {"train.seed=1", f"train.output_dir={tmp_path / 'new'}", "train.max_steps=2"} <= {*words}
+
+
+def test_seconds_of_training_are_without_those_of_evaluation(tmp_path):
+    logs = [{"loss": 1.0}, {"eval_loss": 1.0, "eval_runtime": 2.5}, {"eval_runtime": 1.5}, {"train_runtime": 10.0}]
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": logs}))
+    assert experiments.training_seconds(tmp_path) == 6.0
+    assert experiments.speed(tmp_path) == {"minutes": 0.1}
