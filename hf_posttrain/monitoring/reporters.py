@@ -1,6 +1,6 @@
-"""W&B, TensorBoard and other reporters of `report_to`.
+"""W&B, trackio, TensorBoard and other reporters of `report_to`.
 
-An error of a reporter does not end a run. W&B gets the recipe, and continues its run when training resumes.
+An error of a reporter does not end a run. W&B and trackio get the recipe, and continue their run when training resumes.
 """
 
 import logging
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainingArguments
 from transformers.integrations import INTEGRATION_TO_CALLBACK
 
 logger = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ def isolate_failures(callbacks: list[Any], config: Mapping[str, Any]) -> None:
 
     Args:
         callbacks: The callbacks of the trainer. Those that are no reporters are not changed.
-        config: Values that are added to the config of the W&B run.
+        config: Values that are added to the config of the run of W&B and trackio.
     """
     for reporter in callbacks:
         if isinstance(reporter, _REPORTER_CALLBACKS) and not hasattr(reporter, "failed"):
@@ -39,8 +39,11 @@ def _attempt(reporter: Any, method: Callable, config: Mapping[str, Any], *args: 
         return None
     try:
         control = method(*args, **kwargs)
-        if (run := _wandb_run()) is not None and method.__name__ == "on_train_begin":
-            run.config.update(config, allow_val_change=True)
+        if method.__name__ == "on_train_begin":
+            if (run := _wandb_run()) is not None:
+                run.config.update(config, allow_val_change=True)
+            if (run := _trackio_run()) is not None:
+                run.config.update(config)
         return control
     except Exception as error:
         reporter.failed = True
@@ -55,24 +58,38 @@ def _wandb_run() -> Any:
     return getattr(sys.modules.get("wandb"), "run", None)
 
 
-def wandb_id() -> str | None:
-    """Return the id of the W&B run, for checkpoints, or None."""
-    return getattr(_wandb_run(), "id", None)
+def _trackio_run() -> Any:
+    """Return the trackio run of this process, or None."""
+    trackio = sys.modules.get("trackio")
+    return None if trackio is None else trackio.context_vars.current_run.get()
+
+
+def run_names() -> dict[str, str | None]:
+    """Return the id of the W&B run and the name of the trackio run, for checkpoints. They are None without a run."""
+    return {"wandb": getattr(_wandb_run(), "id", None), "trackio": getattr(_trackio_run(), "name", None)}
 
 
 @contextmanager
-def wandb_environment(run_id: str | None) -> Iterator[None]:
-    """Set environment variables of W&B inside the context. Variables that are set already are not changed.
+def continued_runs(args: TrainingArguments, names: Mapping[str, str | None]) -> Iterator[None]:
+    """Continue the runs of W&B and trackio inside the context. Environment variables that are set are not changed.
 
-    W&B continues the run with this id, and at the end the process waits for it for at most ten minutes.
+    At the end the process waits for W&B for at most ten minutes.
+
+    Args:
+        args: Options of the run. Its `run_name`, if it has none, is that of the trackio run inside the context.
+        names: `run_names` of the checkpoint, empty for a new run.
     """
     variables = {"WANDB_FINISH_TIMEOUT": "600"}
-    if run_id is not None and "WANDB_RUN_ID" not in os.environ:
+    if (run_id := names.get("wandb")) is not None and "WANDB_RUN_ID" not in os.environ:
         variables |= {"WANDB_RUN_ID": run_id, "WANDB_RESUME": "allow"}
     added = {name: value for name, value in variables.items() if name not in os.environ}
     os.environ |= added
+    run_name = args.run_name
+    if run_name is None and "trackio" in (args.report_to or ()):
+        args.run_name = names.get("trackio")
     try:
         yield
     finally:
+        args.run_name = run_name
         for name in added:
             del os.environ[name]

@@ -429,8 +429,8 @@ class PostTrainer(StepMixin, EvaluationMixin, SavingMixin, ResumeMixin, Optimize
         rows = self.run_description.get("train_dataset")
         run = {"method": self.method.name, "rows": rows, "recipe": self.recipe}
         reporters.isolate_failures(self.callback_handler.callbacks, run)
-        wandb = reporters.wandb_environment(checkpoint.wandb_id(resume_from_checkpoint))
-        with self.preemption.handle_signals(), progress.logs_above_progress_bar(), wandb:
+        continued = reporters.continued_runs(self.args, checkpoint.reporter_runs(resume_from_checkpoint))
+        with self.preemption.handle_signals(), progress.logs_above_progress_bar(), continued:
             try:
                 output = super().train(resume_from_checkpoint, *args, **kwargs)
             except ServerError as error:

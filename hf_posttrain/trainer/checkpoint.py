@@ -79,7 +79,7 @@ def atomic_checkpoint(trainer: TrainerInterface) -> Iterator[str]:
         state.stateful_callbacks[LAUNCH_KEY] = launch_state(trainer) | {
             "files": files,
             "run": trainer.run_description,
-            "wandb": reporters.wandb_id(),
+            **reporters.run_names(),
         }
         write_state(state, new / "trainer_state.json")
         # Folders are renamed into and out of output_dir, so that a kill at any moment leaves only complete ones.
@@ -144,9 +144,10 @@ def step_in_output_dir(trainer: TrainerInterface, resumed: str | bool | None) ->
     return _step(folder) if is_inside else None
 
 
-def wandb_id(checkpoint: str | bool | None) -> str | None:
-    """Return the id of the W&B run that wrote a checkpoint, or None."""
-    return None if not isinstance(checkpoint, str) else stored_launch(Path(checkpoint)).get("wandb")
+def reporter_runs(checkpoint: str | bool | None) -> dict[str, str | None]:
+    """Return `reporters.run_names` of the run that wrote a checkpoint, empty for a new run."""
+    stored = stored_launch(Path(checkpoint)) if isinstance(checkpoint, str) else {}
+    return {name: stored.get(name) for name in ("wandb", "trackio")}
 
 
 def stored_launch(checkpoint: Path) -> dict[str, Any]:

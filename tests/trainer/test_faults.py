@@ -292,6 +292,36 @@ def test_wandb_holds_recipe_and_rows_and_goes_on_with_the_run(whole, tmp_path):
     assert re.search(r"id (\w+)", first)[1] == re.search(r"id (\w+)", again)[1]
 
 
+TRACKIO = """
+import sys; sys.path[:0] = {paths!r}
+import test_faults as faults
+trainer = faults.build({folder!r}, report_to="trackio")
+trainer.recipe = {{"method": "sft"}}
+trainer.train(resume_from_checkpoint="auto")
+from trackio.sqlite_storage import SQLiteStorage as Storage
+for name in Storage.get_runs(trainer.args.project):
+    logs, config = Storage.get_logs(trainer.args.project, name), Storage.get_run_config(trainer.args.project, name)
+    print("run", name, len(logs), "recipe", config["recipe"], config["rows"])
+"""
+
+
+@pytest.mark.slow
+def test_trackio_holds_recipe_and_rows_and_goes_on_with_the_run(tmp_path):
+    pytest.importorskip("trackio")
+    code = TRACKIO.format(paths=[entry for entry in sys.path if "tests" in entry], folder=str(tmp_path / "run"))
+    env = {**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio")}
+    found = []
+    for _ in range(2):
+        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert "continues without it" not in done.stdout + done.stderr
+        found.append(re.findall(r"^run (\S+) (\d+) recipe (.*)$", done.stdout, re.MULTILINE))
+        shutil.rmtree(tmp_path / "run/checkpoint-3")
+    [(name, logs, config)], [(again, more, _)] = found
+    assert (name, int(logs) < int(more)) == (again, True)  # the same run, with the logs of both
+    assert config.startswith("{'method': 'sft'} 13 rows (")
+
+
 # ---- code in checkpoints
 
 
