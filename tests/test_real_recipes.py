@@ -67,12 +67,49 @@ def test_a_table_has_means_and_standard_errors(tmp_path, capsys):
     assert json.loads((tmp_path / "rounds.json").read_text())["rounds"] == runs
 
 
+@pytest.mark.parametrize("name", experiments.EXPERIMENTS)
+def test_overrides_of_an_experiment_are_those_of_recipes_that_load(name, tmp_path, monkeypatch):
+    """Each run is loaded instead of trained, and has results as if it had been."""
+    ran = []
+    logs = [{"step": 8, "loss": 1.0, "eval_runtime": 0.0, "eval_rewards/accuracies": 0.5}]
+    logs += [{"step": 8, "eval_distill/reverse_kl": 0.1, "eval_generation/length": 5.0}]
+
+    def command(self, *words):
+        first, *rest = map(str, words)
+        if first.endswith(".yaml"):
+            recipe = load_recipe(first, rest)
+            config = train_config(recipe, config_class(METHODS[recipe.method]))
+            folder = experiments.Path(config.output_dir)
+            folder.mkdir(parents=True)
+            (folder / "trainer_state.json").write_text(json.dumps({"log_history": logs}))
+            ran.append(folder.name)
+        elif "--out" in rest:
+            rows = [{"prompt": "12+3=", "completion": "#### 15", "stopped": True}]
+            experiments.write(experiments.Path(rest[rest.index("--out") + 1]), rows)
+        elif first == "prune":
+            experiments.Path(rest[-1]).mkdir()
+        metrics = dict.fromkeys(("answer_nll", "exact_match", "perplexity", "pair_accuracy"), 0.5)
+        return json.dumps([{"metrics": {**metrics, "answer_nll": 2.0 if "layers" in rest[0] else 1.0}}])
+
+    monkeypatch.setattr(experiments.Lab, "command", command)
+    monkeypatch.setattr(experiments, "training_seconds", lambda folder: 60.0)
+    for folder in ("answers", "evaluations"):
+        (tmp_path / folder).mkdir()
+    lab = experiments.Lab(tmp_path, [0, 1], False)
+    experiments.EXPERIMENTS[name](lab)
+    assert len({*ran}) == len(ran) > 1
+    assert (tmp_path / f"{name}.md").is_file()
+    results = json.loads((tmp_path / f"{name}.json").read_text())
+    assert {len(rows) for rows in results.values()} <= {1, 2}  # no seed counts twice
+
+
 def test_a_run_or_file_that_exists_is_not_repeated(tmp_path, monkeypatch):
     lab = experiments.Lab(tmp_path, [0], True)
     commands = []
     monkeypatch.setattr(experiments.Lab, "command", lambda self, *words: commands.append(words) or "")
+    (tmp_path / "new").mkdir()
     (tmp_path / "done").mkdir()
-    (tmp_path / "done" / "all_results.json").write_text("{}")
+    (tmp_path / "done" / "seconds.json").write_text("1.0")
     assert lab.train("rounds", "done") == tmp_path / "done"
     assert lab.write("sample", "model", out=tmp_path / "done") == tmp_path / "done"
     assert not commands
@@ -82,7 +119,8 @@ def test_a_run_or_file_that_exists_is_not_repeated(tmp_path, monkeypatch):
 
 
 def test_seconds_of_training_are_without_those_of_evaluation(tmp_path):
-    logs = [{"loss": 1.0}, {"eval_loss": 1.0, "eval_runtime": 2.5}, {"eval_runtime": 1.5}, {"train_runtime": 10.0}]
+    logs = [{"loss": 1.0}, {"eval_loss": 1.0, "eval_runtime": 2.5}, {"eval_runtime": 1.5}, {"train_runtime": 8.0}]
+    (tmp_path / "seconds.json").write_text("10.0\n")
     (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": logs}))
     assert experiments.training_seconds(tmp_path) == 6.0
     assert experiments.speed(tmp_path) == {"minutes": 0.1}

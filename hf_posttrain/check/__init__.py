@@ -385,10 +385,10 @@ def bf16_notes(recipe: Recipe, config: "PostTrainConfig", engine: "Engine", mode
     Without a precision in the recipe, it recommends bf16 if the CPU multiplies bf16 and the model is not small: in a
     small model casts cost as much as the faster products save.
     """
-    from ..scoring.cpu import bf16_instructions
+    from ..scoring.cpu import bf16_instructions, lacks_bf16_instructions
 
-    if config.bf16 and not engine.gpu and not bf16_instructions():
-        slower = "several times as long as in float32 (4.6 times, measured on products of 1,600 rows)"
+    if config.bf16 and not engine.gpu and lacks_bf16_instructions():
+        slower = "several times as long as in float32 (products of 1,600 rows took 4.6 times as long)"
         return [f"this processor has no bf16 instructions, and a step takes {slower}: set train.bf16=false"]
     is_unset = not (config.bf16 or config.fp16 or {"bf16", "fp16"} & recipe.train.keys())
     width = model.config.get_text_config().hidden_size

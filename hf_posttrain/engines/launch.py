@@ -21,7 +21,7 @@ from transformers import TrainingArguments
 from transformers.utils.import_utils import enable_tf32, is_torch_tf32_available
 
 from ..errors import InputError, LaunchError, count_noun
-from ..scoring.cpu import bf16_instructions
+from ..scoring.cpu import lacks_bf16_instructions
 from . import config_files
 from . import engine as engines
 
@@ -173,7 +173,7 @@ def describe_launch(trainer: "Trainer") -> str:
     args = trainer.args
     count = trainer.accelerator.num_processes
     precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "no mixed precision"
-    if args.bf16 and args.device.type == "cpu" and not bf16_instructions():
+    if args.bf16 and args.device.type == "cpu" and lacks_bf16_instructions():
         precision += " (slow: this processor has no bf16 instructions, see --check)"
     processes = count_noun(count, "process", "es")
     rows = trainer.get_total_train_batch_size(args)

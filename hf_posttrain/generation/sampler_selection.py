@@ -62,9 +62,8 @@ def select_backend(model: nn.Module, longest: int, generate_batch: GenerateBatch
     logits = reference_logits(model, ids, len(ids))
     if not logits.amax(-1).isfinite().all():
         raise RuntimeError(NONFINITE_LOGITS)
-    check_causal(model, ids, logits)
-
     tolerances = 10 * tolerance(inner), 1.0
+    check_causal(model, ids, logits, tolerances[0])
     obstacle = decode_obstacle(inner)
     native = [] if obstacle else [GRAPHS] * supports_cuda_graphs(inner) + [DECODE]
     name = type(inner).__name__

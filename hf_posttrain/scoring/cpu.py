@@ -3,6 +3,7 @@
 Each docstring has the speedup in rows per second on 2 cores. See docs/reference/benchmarks.md, "On CPU".
 """
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -38,8 +39,19 @@ def exponential_race(probs: Tensor) -> Tensor:
 @cache
 def bf16_instructions() -> str | None:
     """Return the fast bf16 instructions of this processor: amx_bf16 (tiles), avx512_bf16, or None."""
-    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.12 and later
-    return next((name for name in ("amx_bf16", "avx512_bf16") if capabilities.get(name)), None)
+    return next((name for name, has in _bf16_capabilities().items() if has), None)
+
+
+def lacks_bf16_instructions() -> bool:
+    """Return whether this is an x86 processor without bf16 instructions. False if that is not known."""
+    capabilities = _bf16_capabilities()
+    return bool(capabilities) and not any(capabilities.values())
+
+
+def _bf16_capabilities() -> dict[str, Any]:
+    """Return whether an x86 processor has each kind of bf16 instructions, fastest first. Empty for others."""
+    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    return {name: capabilities[name] for name in ("amx_bf16", "avx512_bf16") if name in capabilities}
 
 
 PACKED_ROWS = (8, 16, 32, 64)
@@ -47,7 +59,7 @@ PACKED_ROWS = (8, 16, 32, 64)
 MIN_PACKED_ROWS = 3
 """Number of rows from which a product with a packed weight is faster."""
 PACKED_MEMORY_SHARE = 0.5
-"""Largest share of the available memory that packed weights may take."""
+"""Largest share of the available memory that packed weights of all processes of a machine may take."""
 
 
 @contextmanager
@@ -55,14 +67,17 @@ def packed_weights(model: nn.Module) -> Iterator[None]:
     """Let linear layers on CPU multiply a few float32 rows with weights in the order in which MKL reads them.
 
     A weight is packed at its first product with a few rows. The copies take as much memory as the weights until the
-    context ends. Decoding, which reads all weights for each token, takes 0.6 to 0.9 of the time.
+    context ends. Decoding, which reads all weights for each token, takes 0.6 to 0.9 of the time. With gradients nothing
+    is packed.
     """
     layers: list[nn.Linear] = []
     has_mkl = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
-    if has_mkl and not torch.is_autocast_enabled("cpu"):
+    if has_mkl and not torch.is_autocast_enabled("cpu") and not torch.is_grad_enabled():
         plain = (layer for layer in model.modules() if type(layer) is nn.Linear and "forward" not in vars(layer))
-        layers = [x for x in plain if x.weight.device.type == "cpu" and x.weight.dtype == torch.float32]
-    if sum(layer.weight.nbytes for layer in layers) > PACKED_MEMORY_SHARE * psutil.virtual_memory().available:
+        layers = [x for x in plain if type(x.weight) is nn.Parameter and x.weight.device.type == "cpu"]
+        layers = [layer for layer in layers if layer.weight.dtype == torch.float32]
+    share = PACKED_MEMORY_SHARE / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if sum(layer.weight.nbytes for layer in layers) > share * psutil.virtual_memory().available:
         layers = []
 
     for layer in layers:
@@ -88,10 +103,9 @@ class _PackedLinear:
         count = rows.numel() // rows.shape[-1]
         if not MIN_PACKED_ROWS <= count <= PACKED_ROWS[-1]:
             return nn.functional.linear(rows, weight, bias)
-        size = next(size for size in PACKED_ROWS if count <= size)
-        if size != self.packed_rows:
-            self.packed = torch.ops.mkl._mkl_reorder_linear_weight(weight.detach(), size)
-            self.packed_rows = size
-        padded = nn.functional.pad(rows.reshape(count, -1), (0, 0, 0, size - count))
-        output: Tensor = torch.ops.mkl._mkl_linear(padded, self.packed, weight.detach(), bias, size)
+        if count > self.packed_rows or 4 * count <= self.packed_rows > PACKED_ROWS[0]:
+            self.packed_rows = next(size for size in PACKED_ROWS if count <= size)
+            self.packed = torch.ops.mkl._mkl_reorder_linear_weight(weight, self.packed_rows)
+        padded = nn.functional.pad(rows.reshape(count, -1), (0, 0, 0, self.packed_rows - count))
+        output: Tensor = torch.ops.mkl._mkl_linear(padded, self.packed, weight, bias, self.packed_rows)
         return output[:count].view(*rows.shape[:-1], -1)

@@ -243,13 +243,20 @@ def check_forward(model: nn.Module, teacher: bool = False) -> None:
             "from it overflow. Set these logits to -1e4"
         )
     if not forward.is_reward_model(model):  # which returns one logit for a whole row
-        check_causal(model, ids, logits)
+        check_causal(model, ids, logits, tolerance(inner))
 
 
-def check_causal(model: nn.Module, ids: list[int], logits: Tensor) -> None:
-    """Raise InputError if a token attends to later tokens. `logits` are those of all tokens of the row `ids`."""
+def check_causal(model: nn.Module, ids: list[int], logits: Tensor, limit: float) -> None:
+    """Raise InputError if a token attends to later tokens.
+
+    Args:
+        model: Model.
+        ids: Token ids of a row.
+        logits: Logits of all tokens of the row.
+        limit: Largest mean difference of the logits when the last token changes.
+    """
     inner = forward.causal_lm(model)
-    if (limit := tolerance(inner)) >= LOW_PRECISION_TOLERANCE:
+    if tolerance(inner) >= LOW_PRECISION_TOLERANCE:
         return  # int8 quantizes a whole row at once, so that another last token changes the values before it
 
     other = (ids[-1] + 1) % inner.config.get_text_config().vocab_size

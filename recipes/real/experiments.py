@@ -23,7 +23,9 @@ from typing import Any
 from hf_posttrain.scoring.cpu import bf16_instructions
 
 HERE = Path(__file__).parent
-DATA = Path("outputs/real/data")
+MODELS = Path("outputs/real")
+"""Folder in which `make real-models` links the models and writes the rows."""
+DATA = MODELS / "data"
 TINY = Path("recipes/tiny")
 FAST = ["train.max_steps=2", "train.eval_steps=2", "train.logging_steps=1", "data.eval.limit=2"]
 """Overrides that only show that everything runs."""
@@ -45,10 +47,12 @@ class Lab:
     def train(self, recipe: str, name: str, *overrides: str) -> Path:
         """Return the folder of a run of the recipe, which runs unless it is complete."""
         folder = self.home / name
-        if not (folder / "all_results.json").is_file():
+        if not (folder / "seconds.json").is_file():
             options = [*overrides, f"train.output_dir={folder}", *(FAST if self.fast else [])]
             options += ["train.bf16=true"] if bf16_instructions() else []
+            began = time.perf_counter()
             self.command(HERE / f"{recipe}.yaml", *options)
+            (folder / "seconds.json").write_text(f"{time.perf_counter() - began:.1f}\n", encoding="utf-8")
         return folder
 
     def write(self, command: str, *words: object, out: Path) -> Path:
@@ -63,7 +67,7 @@ class Lab:
         if not kept.is_file():
             limit = ["--limit", 2] if self.fast else []
             printed = self.command("eval", model, *options, "--output", kept.with_suffix(""), "--json", *limit)
-            kept.write_text(printed, encoding="utf-8")
+            write_text(kept, printed)
         metrics: dict[str, float] = json.loads(kept.read_text(encoding="utf-8"))[0]["metrics"]
         return metrics
 
@@ -168,8 +172,10 @@ def preferences(lab: Lab) -> None:
                 kl = lab.train("preference_kl", f"kl_{name}", f"model.name_or_path={run}")
                 first = next(log for log in history(kl) if "eval_distill/reverse_kl" in log)
                 accuracy = [log["eval_rewards/accuracies"] for log in history(run) if "eval_rewards/accuracies" in log]
+                # KTO has no pairs: the share of answers whose reward has the sign of their label
+                column = "held-out answers" if method == "kto" else "held-out pairs"
                 values = {
-                    "held-out accuracy": accuracy[-1],
+                    column: accuracy[-1],
                     "KL in nats per answer": first["eval_distill/reverse_kl"] * first["eval_generation/length"],
                     "changed answers": changed_answers(lab, run),
                 }
@@ -198,7 +204,6 @@ def cross(lab: Lab) -> None:
         taught = lab.train(
             "cross_sft", f"cross_sft_{teacher}", f"model.name_or_path={lab.home / teacher}", *of[teacher]
         )
-        results.setdefault(f"{names[teacher]}, SFT", []).append(losses(lab, taught))
         for seed in lab.seeds:
             start = (f"model.name_or_path={lab.home / student}", f"train.seed={seed}", *of[student])
             sft = lab.train("cross_sft", f"cross_sft_{student}" + (f"_{seed}" if seed else ""), *start)
@@ -207,8 +212,7 @@ def cross(lab: Lab) -> None:
             after = (f"model.name_or_path={sft}", f"train.seed={seed}", section)
             opd = lab.train("cross_opd", f"cross_opd_{student}_{seed}", *after)
             for label, run in (("SFT", sft), (f"KD from {names[teacher]}", kd), (f"OPD from {names[teacher]}", opd)):
-                if label != "SFT" or student == "smollm2" or seed:
-                    results.setdefault(f"{names[student]}, {label}", []).append(losses(lab, run) | speed(run))
+                results.setdefault(f"{names[student]}, {label}", []).append(losses(lab, run) | speed(run))
     report(lab, "cross", results)
 
 
@@ -225,18 +229,20 @@ def on_policy(lab: Lab) -> None:
         texts = (*common, *constant, f"data.train={{path: {answers}}}")
         opd = lab.train("sums_opd", f"sums_opd_{seed}", *common, second)
         sft = lab.train("sums_sft", f"sums_sft_{seed}", *texts)
-        epochs = max(1.0, training_seconds(opd) / training_seconds(sft))
+        steps = round(history(sft)[-1]["step"] * max(1.0, training_seconds(opd) / training_seconds(sft)))
         runs = {
             "SFT on the teacher's answers": sft,
             "SFT, the seconds of OPD": lab.train(
-                "sums_sft", f"sums_sft_longer_{seed}", *texts, f"train.num_train_epochs={epochs:.2f}"
+                "sums_sft", f"sums_sft_longer_{seed}", *texts, f"train.max_steps={steps}"
             ),
-            "KD on the teacher's answers": lab.train("sums_kd", f"sums_kd_{seed}", *common, second),
+            "KD on the teacher's answers": lab.train(
+                "sums_kd", f"sums_kd_{seed}", *common, second, f"data.train={{path: {answers}}}"
+            ),
             "OPD": opd,
             "OPD with reward": lab.train(
                 "sums_opd", f"sums_reward_{seed}", *common, second,
                 f"data.train={{path: {lab.home / 'sums_answers.jsonl'}, columns: {{completion: completion}}}}",
-                "train.loss_type=policy_gradient", "train.reward=exact_match", "train.num_generations=4",
+                "train.loss_type=policy_gradient", "train.reward={function: exact_match}", "train.num_generations=4",
             ),
         }  # fmt: skip
         for name, run in runs.items():
@@ -312,7 +318,14 @@ def read(path: Path) -> list[Row]:
 
 def write(path: Path, rows: Iterable[Row]) -> None:
     """Write rows."""
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file that is complete or missing, whenever the process is killed."""
+    unfinished = path.with_name(path.name + ".unfinished")
+    unfinished.write_text(text, encoding="utf-8")
+    unfinished.rename(path)
 
 
 def history(folder: Path) -> list[Row]:
@@ -322,14 +335,13 @@ def history(folder: Path) -> list[Row]:
 
 
 def training_seconds(folder: Path) -> float:
-    """Return the seconds of a run without those of its evaluations."""
-    logs = history(folder)
-    total = next(log["train_runtime"] for log in logs if "train_runtime" in log)
-    return float(total - sum(log.get("eval_runtime", 0.0) for log in logs))
+    """Return the seconds of a run's process without its evaluations: with scores of a teacher before the first step."""
+    total = float((folder / "seconds.json").read_text(encoding="utf-8"))
+    return total - sum(log.get("eval_runtime", 0.0) for log in history(folder))
 
 
 def speed(folder: Path) -> dict[str, float]:
-    """Return the minutes of a run, without evaluations."""
+    """Return the minutes of a run's process, without evaluations."""
     return {"minutes": training_seconds(folder) / 60}
 
 
@@ -346,7 +358,15 @@ def report(lab: Lab, name: str, results: Results, note: str = "") -> None:
     print(f"\n{EXPERIMENTS[name].__doc__}\n\n{page}", flush=True)
 
 
-SHARES = {"exact match", "well-formed answers", "answers that end", "held-out accuracy", "changed answers", "recovered"}
+SHARES = {
+    "exact match",
+    "well-formed answers",
+    "answers that end",
+    "held-out pairs",
+    "held-out answers",
+    "changed answers",
+    "recovered",
+}
 """Columns whose values are printed as percentages."""
 
 
@@ -366,15 +386,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="EXPERIMENT", help=f"{', '.join(EXPERIMENTS)} (default: all)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="default: 0 1 2")
-    parser.add_argument("--output", type=Path, default=Path("outputs/real"), help="default: outputs/real")
+    parser.add_argument("--output", type=Path, help="default: outputs/real, with --fast outputs/real_fast")
     parser.add_argument("--fast", action="store_true", help="two steps of each run")
     arguments = parser.parse_args(argv)
     if unknown := [name for name in arguments.names if name not in EXPERIMENTS]:
         parser.error(f"there is no experiment {unknown[0]!r}; choose from {', '.join(EXPERIMENTS)}")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    output = arguments.output or Path("outputs/real_fast" if arguments.fast else "outputs/real")
+    for name in ("smollm2", "gemma3"):
+        if not (MODELS / name).exists():
+            parser.error(f"there is no {MODELS / name}: run make real-models")
+        if output != MODELS and not (output / name).exists():
+            output.mkdir(parents=True, exist_ok=True)
+            (output / name).symlink_to((MODELS / name).resolve())
     for folder in ("answers", "evaluations"):
-        (arguments.output / folder).mkdir(parents=True, exist_ok=True)
-    lab = Lab(arguments.output, arguments.seeds, arguments.fast)
+        (output / folder).mkdir(parents=True, exist_ok=True)
+    lab = Lab(output, arguments.seeds, arguments.fast)
     for name in arguments.names or EXPERIMENTS:
         EXPERIMENTS[name](lab)
     return 0

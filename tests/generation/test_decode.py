@@ -134,10 +134,19 @@ def test_another_number_of_rows_packs_again_and_a_changed_weight_counts_in_the_n
 
 def test_weights_are_not_packed_where_memory_is_short(monkeypatch):
     layer = torch.nn.Linear(8, 8)
-    available = cpu.psutil.virtual_memory()._replace(available=layer.weight.nbytes)
-    monkeypatch.setattr(cpu.psutil, "virtual_memory", lambda: available)
+    for factor, ranks, packed in ((1, 1, False), (2, 1, True), (2, 2, False), (4, 2, True)):
+        available = cpu.psutil.virtual_memory()._replace(available=factor * layer.weight.nbytes)
+        monkeypatch.setattr(cpu.psutil, "virtual_memory", lambda available=available: available)
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+        with torch.no_grad(), cpu.packed_weights(layer):
+            assert ("forward" in vars(layer)) == (packed and torch.backends.mkl.is_available())
+
+
+def test_no_weight_is_packed_while_gradients_are_computed():
+    layer = torch.nn.Linear(8, 8)
     with cpu.packed_weights(layer):
-        assert "forward" not in vars(layer)
+        layer(torch.ones(4, 8)).sum().backward()
+    assert layer.weight.grad is not None
 
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
