@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pyarrow.compute as pc
 import torch
+from torch import nn
 
 from ..batching.micro_batch import MicroBatch
 from ..data.dataset_type import AnyDataset
@@ -336,7 +337,7 @@ class Run:
         return states + mask, tile
 
     def generation(self, held: int) -> int:
-        """Return the bytes of generation: the cache, and the largest temporary tensors.
+        """Return the bytes of generation: the cache, weights that are packed on CPU, and the largest temporary tensors.
 
         Rollouts of an optimizer step are sampled together, or as many of them as fit.
 
@@ -362,7 +363,11 @@ class Run:
         step = cache // len(policy.layers) + LOGIT_BYTES * count * len(policy.head)
         prompts = -(-count // options.num_generations)
         images = sum(policy.image_bytes(self.train)) * prompts // self.train_rows
-        return cache + max(step, policy.layer(prompts * length) + images)
+        packed = 0
+        if not self.engine.gpu and not self.mixed:  # as `scoring.cpu.packed_weights`
+            weights = (layer.weight for layer in policy.inner.modules() if type(layer) is nn.Linear)
+            packed = sum(weight.nbytes for weight in weights if weight.dtype == torch.float32)
+        return cache + packed + max(step, policy.layer(prompts * length) + images)
 
 
 def head_bytes(
