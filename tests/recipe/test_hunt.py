@@ -1,8 +1,9 @@
 """2,000 mutated recipes: each is refused with exit code 2 and one line, or it would run; never a traceback.
 
-All shipped recipes, with small local models and rows, are changed at random: a value of another kind, a key renamed,
-moved, doubled or gone, sections of other recipes, broken YAML. Each goes through the whole command in this process, up
-to the point at which a run would write files and load weights. The seed of a mutation is its number.
+All recipes but those of the experiments on real models, with small local models and rows, are changed at random: a value
+of another kind, a key renamed, moved, doubled or gone, sections of other recipes, broken YAML. Each goes through the whole
+command in this process, up to the point at which a run would write files and load weights. The seed of a mutation is its
+number.
 """
 
 import copy
@@ -32,7 +33,7 @@ from hf_posttrain.recipe.sections import Source
 from hf_posttrain.recipe.yaml_tree import write_tree
 
 REPOSITORY = Path(__file__).parents[2]
-RECIPES = sorted((REPOSITORY / "recipes").rglob("*.yaml"))
+RECIPES = sorted(path for path in (REPOSITORY / "recipes").rglob("*.yaml") if path.parent.name != "real")
 MUTATIONS, QUICK = 2000, 200
 TRAIN = sorted({name for method in METHODS for name in train_fields(method)})
 ODD = [
