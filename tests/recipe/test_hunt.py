@@ -1,9 +1,9 @@
 """2,000 mutated recipes: each is refused with exit code 2 and one line, or it would run; never a traceback.
 
-All recipes but those of the experiments on real models, with small local models and rows, are changed at random: a value
-of another kind, a key renamed, moved, doubled or gone, sections of other recipes, broken YAML. Each goes through the whole
-command in this process, up to the point at which a run would write files and load weights. The seed of a mutation is its
-number.
+All recipes but those of the experiments on real models, with small local models and rows, are changed at random: a
+value of another kind, a key renamed, moved, doubled or gone, sections of other recipes, broken YAML. Each goes
+through the whole command in this process, up to the point at which a run would write files and load weights. The seed
+of a mutation is its number.
 """
 
 import copy
