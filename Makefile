@@ -124,7 +124,7 @@ real-models: $(STAMP) ## models and rows of recipes/real, in outputs/real; GSM8K
 	$(BIN)/python -m recipes.real.make_data $(if $(GSM8K),--gsm8k $(GSM8K))
 	$(BIN)/python recipes/tiny/make_data.py
 
-real: $(STAMP) ## the experiments of docs/results.md, in the background; run it again after an interruption
+real: $(STAMP) ## the experiments of recipes/real, in the background; run it again after an interruption
 	OMP_NUM_THREADS=$$(nproc) nohup $(BIN)/python -m recipes.real.experiments >> outputs/real/progress.txt 2>&1 &
 	@echo "outputs/real/progress.txt shows the progress; each table is outputs/real/NAME.md"
 

@@ -1,4 +1,4 @@
-"""The experiments of docs/results.md with SmolLM2 135M Instruct and Gemma 3 270M.
+"""Experiments with SmolLM2 135M Instruct and Gemma 3 270M.
 
     python -m recipes.real.experiments [prune lora preferences cross on_policy rounds] [--seeds 0 1 2] [--output FOLDER]
 
@@ -116,8 +116,7 @@ def prune(lab: Lab) -> None:
                 opd = (f"model.name_or_path={kd}", f"train.seed={seed}")
                 variants["OPD after KD"] = lab.train("prune_opd", f"prune_opd_{ending}", *opd)
             for name, folder in variants.items():
-                values = losses(lab, folder) | {"minutes": training_seconds(folder) / 60}
-                results.setdefault(f"{count} layers, {name}", []).append(values)
+                results.setdefault(f"{count} layers, {name}", []).append(losses(lab, folder) | speed(folder))
     full, cut = results["all 30 layers"][0]["held-out loss"], {n: results[f"{n} layers"][0] for n in (20, 15)}
     for name, rows in results.items():
         for row in rows if name != "all 30 layers" else []:
@@ -151,12 +150,11 @@ def answers_of(lab: Lab, model: Path) -> dict[str, float]:
 
 
 def lora(lab: Lab) -> None:
-    """b. SFT of SmolLM2 with LoRA on GSM8K, next to TRL."""
+    """b. SFT of SmolLM2 with LoRA on GSM8K."""
     results: Results = {"SmolLM2": [losses(lab, lab.home / "smollm2")]}
     for seed in lab.seeds:
         run = lab.train("gsm8k_lora", f"gsm8k_lora_{seed}", f"train.seed={seed}")
-        values = losses(lab, run) | speed(run)
-        results.setdefault("SFT with LoRA", []).append(values)
+        results.setdefault("SFT with LoRA", []).append(losses(lab, run) | speed(run))
     report(lab, "lora", results)
 
 
