@@ -52,7 +52,7 @@ $(STAMP): setup.cfg constraints.txt
 	@touch $@
 
 $(EVAL_STAMP): $(STAMP)
-	$(BIN)/python $(PIP) -c constraints.txt -e '.[test,deepspeed,quant,eval]'
+	$(BIN)/python $(PIP) -c constraints.txt -e '.[test,deepspeed,quant,eval,notebook]'
 	@touch $@
 
 quickstart: $(STAMP) ## the main job on an embedded example, minutes on 2 CPU cores: teacher, student, OPD, preference

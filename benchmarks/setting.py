@@ -38,6 +38,16 @@ SHAPES: dict[str, dict[str, Any]] = {
         "head_dim": 64,
         "max_position_embeddings": 2048,
     },
+    "smollm2-135m": {
+        "model_type": "llama",
+        "hidden_size": 576,
+        "num_hidden_layers": 30,
+        "intermediate_size": 1536,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+        "max_position_embeddings": 8192,
+    },
     "qwen3-0.6b": {
         "hidden_size": 1024,
         "num_hidden_layers": 28,

@@ -53,7 +53,8 @@ def ours(spec: dict[str, Any], rows: list[dict], **given: Any) -> Any:
     method = spec["method"]
     longest = spec.get("new_tokens", NEW_TOKENS)
     options: dict[str, Any] = {"max_length": spec["max_length"]}
-    options |= {"precompute_ref_log_probs": True} if spec["variant"] == "cached" else {}
+    if spec["variant"] == "cached" and method in ("dpo", "kto"):
+        options |= {"precompute_ref_log_probs": True}
     options |= {"packing": True} if spec["variant"] == "packed" else {}
     if spec["compile"]:
         options |= {"torch_compile": True, "torch_compile_backend": BACKENDS[spec["device"]]}
@@ -83,7 +84,8 @@ def trl(spec: dict[str, Any], rows: list[dict], **given: Any) -> Any:
     longest = spec.get("new_tokens", NEW_TOKENS)
     module: Any = trl
     options: dict[str, Any] = {"max_length": spec["max_length"]}
-    options |= {"precompute_ref_log_probs": True} if spec["variant"] == "cached" else {}
+    if spec["variant"] == "cached" and method in ("dpo", "kto"):
+        options |= {"precompute_ref_log_probs": True}
     options |= {"packing": True} if spec["variant"] == "packed" else {}
     if method in ("kd", "opd"):
         given["teacher_model"] = build_model(spec, seed=1)

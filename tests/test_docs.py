@@ -297,8 +297,11 @@ def _own_files() -> Iterator[tuple[str, str]]:
         yield code(file)[0], "\n".join(code(line))
 
 
-SLOW = {"docs/guides/scaling.md", *(f"docs/reference/{method}.md" for method in ("sft", "kto", "kd", "opd"))}
-"""Pages whose commands run recipes that tests/test_recipes.py runs too."""
+SLOW = {
+    *(f"docs/guides/{name}.md" for name in ("scaling", "rounds", "reward_models")),
+    *(f"docs/reference/{name}.md" for name in ("sft", "kto", "kd", "opd", "rm", "recipes")),
+}
+"""Pages whose commands run recipes that tests/test_recipes.py runs too, or take more than 7 s."""
 
 
 @pytest.mark.parametrize("page", quick(*({*map(name, PAGES)} - SLOW), among=[*map(name, PAGES)]))

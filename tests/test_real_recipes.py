@@ -74,9 +74,13 @@ def test_overrides_of_an_experiment_are_those_of_recipes_that_load(name, tmp_pat
     logs = [{"step": 8, "loss": 1.0, "eval_runtime": 0.0, "eval_rewards/accuracies": 0.5}]
     logs += [{"step": 8, "eval_distill/reverse_kl": 0.1, "eval_generation/length": 5.0}]
 
-    def command(self, *words):
-        first, *rest = map(str, words)
-        if first.endswith(".yaml"):
+    def python(self, *words):
+        _, module, first, *rest = map(str, words)
+        if module.endswith("trl_lora"):
+            folder = experiments.Path(first)
+            folder.mkdir()
+            ran.append(folder.name)
+        elif first.endswith(".yaml"):
             recipe = load_recipe(first, rest)
             config = train_config(recipe, config_class(METHODS[recipe.method]))
             folder = experiments.Path(config.output_dir)
@@ -91,7 +95,8 @@ def test_overrides_of_an_experiment_are_those_of_recipes_that_load(name, tmp_pat
         metrics = dict.fromkeys(("answer_nll", "exact_match", "perplexity", "pair_accuracy"), 0.5)
         return json.dumps([{"metrics": {**metrics, "answer_nll": 2.0 if "layers" in rest[0] else 1.0}}])
 
-    monkeypatch.setattr(experiments.Lab, "command", command)
+    monkeypatch.setattr(experiments.Lab, "python", python)
+    monkeypatch.setattr(experiments, "find_spec", lambda name: True)
     monkeypatch.setattr(experiments, "training_seconds", lambda folder: 60.0)
     for folder in ("answers", "evaluations"):
         (tmp_path / folder).mkdir()
@@ -106,7 +111,7 @@ def test_overrides_of_an_experiment_are_those_of_recipes_that_load(name, tmp_pat
 def test_a_run_or_file_that_exists_is_not_repeated(tmp_path, monkeypatch):
     lab = experiments.Lab(tmp_path, [0], True)
     commands = []
-    monkeypatch.setattr(experiments.Lab, "command", lambda self, *words: commands.append(words) or "")
+    monkeypatch.setattr(experiments.Lab, "python", lambda self, *words: commands.append(words) or "")
     (tmp_path / "new").mkdir()
     (tmp_path / "done").mkdir()
     (tmp_path / "done" / "seconds.json").write_text("1.0")

@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +47,21 @@ class Lab:
 
     def train(self, recipe: str, name: str, *overrides: str) -> Path:
         """Return the folder of a run of the recipe, which runs unless it is complete."""
+        options = [*overrides, f"train.output_dir={self.home / name}", *(FAST if self.fast else [])]
+        options += ["train.bf16=true"] if bf16_instructions() else []
+        return self.run_once(name, "-m", "hf_posttrain.run", HERE / f"{recipe}.yaml", *options)
+
+    def train_trl(self, name: str, seed: int) -> Path:
+        """Return the folder of a run of trl_lora.py, which runs unless it is complete."""
+        steps = ["--max_steps", 2] if self.fast else []
+        return self.run_once(name, "-m", "recipes.real.trl_lora", self.home / name, "--seed", seed, *steps)
+
+    def run_once(self, name: str, *words: object) -> Path:
+        """Return the folder of a run with these words, which runs unless it is complete."""
         folder = self.home / name
         if not (folder / "seconds.json").is_file():
-            options = [*overrides, f"train.output_dir={folder}", *(FAST if self.fast else [])]
-            options += ["train.bf16=true"] if bf16_instructions() else []
             began = time.perf_counter()
-            self.command(HERE / f"{recipe}.yaml", *options)
+            self.python(*words)
             (folder / "seconds.json").write_text(f"{time.perf_counter() - began:.1f}\n", encoding="utf-8")
         return folder
 
@@ -73,12 +83,15 @@ class Lab:
 
     def command(self, *words: object) -> str:
         """Run a command of hf-posttrain in a process of its own, and return its output."""
-        print(time.strftime("%H:%M:%S"), "hf-posttrain", *words, flush=True)
+        return self.python("-m", "hf_posttrain.run", *words)
+
+    def python(self, *words: object) -> str:
+        """Run Python in a process of its own, and return its output."""
+        print(time.strftime("%H:%M:%S"), *words, flush=True)
         with (self.home / "log.txt").open("a", encoding="utf-8") as log:
             done = subprocess.run(
-                [sys.executable, "-m", "hf_posttrain.run", *map(str, words)],
-                stdout=subprocess.PIPE, stderr=log, text=True, check=False,
-            )  # fmt: skip
+                [sys.executable, *map(str, words)], stdout=subprocess.PIPE, stderr=log, text=True, check=False
+            )
         if done.returncode:
             raise SystemExit(f"error: exit code {done.returncode}; see {self.home / 'log.txt'}")
         return done.stdout
@@ -150,12 +163,16 @@ def answers_of(lab: Lab, model: Path) -> dict[str, float]:
 
 
 def lora(lab: Lab) -> None:
-    """b. SFT of SmolLM2 with LoRA on GSM8K."""
+    """b. SFT of SmolLM2 with LoRA on GSM8K, and with TRL's SFTTrainer where TRL is installed."""
     results: Results = {"SmolLM2": [losses(lab, lab.home / "smollm2")]}
+    note = "" if find_spec("trl") else "TRL is not installed: pip install -e '.[bench]'."
     for seed in lab.seeds:
-        run = lab.train("gsm8k_lora", f"gsm8k_lora_{seed}", f"train.seed={seed}")
-        results.setdefault("SFT with LoRA", []).append(losses(lab, run) | speed(run))
-    report(lab, "lora", results)
+        runs = {"SFT with LoRA": lab.train("gsm8k_lora", f"gsm8k_lora_{seed}", f"train.seed={seed}")}
+        if not note:
+            runs["the same with TRL"] = lab.train_trl(f"gsm8k_lora_trl_{seed}", seed)
+        for name, run in runs.items():
+            results.setdefault(name, []).append(losses(lab, run) | speed(run))
+    report(lab, "lora", results, note)
 
 
 def preferences(lab: Lab) -> None:

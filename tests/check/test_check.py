@@ -717,6 +717,7 @@ def test_bf16_on_a_processor_without_it_is_told_to_be_slow(has, given, said, fol
 # ---- mixtures of experts
 
 
+@pytest.mark.slow
 def test_experts_that_lora_leaves_are_told_and_trained_as_advised(folder, no_weights, capsys, monkeypatch):
     """The advice of --check trains the experts, and an option that does not fit them ends both in the same line."""
     tiny("gpt_oss").save_pretrained("tiny")

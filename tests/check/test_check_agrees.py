@@ -23,7 +23,7 @@ from hf_posttrain.methods import METHODS
 from hf_posttrain.recipe.yaml_tree import write_tree
 from hf_posttrain.report import callbacks
 
-CHUNK, QUICK, ALL = 50, 50, 3300  # 100 take 55 s of CPU time
+CHUNK, QUICK, ALL = 25, 25, 3300  # 100 take 55 s of CPU time
 pytestmark = pytest.mark.filterwarnings("ignore")  # PEFT's and torch's, of odd adapters
 
 

@@ -116,7 +116,7 @@ OF_OPD = {
     "reward": {"loss_type": "policy_gradient", "num_generations": 2, "token_weights": "cumulative",
                "reward": {"function": "exact_match"}},
 }  # fmt: skip
-IN_CI_OF_OPD = {("weights", "fsdp2", True), ("reward", "ddp", True)}
+IN_CI_OF_OPD = {("reward", "ddp", True)}
 
 
 @functools.cache

@@ -73,7 +73,7 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", quick("teacher's own tokenizer", among=CASES))
+@pytest.mark.parametrize("case", quick(among=CASES))
 def test_no_answer_on_the_terminal_runs_code_of_a_folder(case, tmp_path):
     mark, clean = tmp_path / "ran", tmp_path / "clean"
     tiny_model().save_pretrained(clean)

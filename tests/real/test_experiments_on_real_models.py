@@ -22,4 +22,4 @@ def test_all_experiments_run_a_few_steps(tmp_path):
     for name in experiments.EXPERIMENTS:
         assert (tmp_path / f"{name}.md").read_text() in done.stdout
     again = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert "hf-posttrain" not in again.stdout  # all is there
+    assert "hf_posttrain.run" not in again.stdout  # all is there

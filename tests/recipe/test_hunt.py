@@ -34,7 +34,7 @@ from hf_posttrain.recipe.yaml_tree import write_tree
 
 REPOSITORY = Path(__file__).parents[2]
 RECIPES = sorted(path for path in (REPOSITORY / "recipes").rglob("*.yaml") if path.parent.name != "real")
-MUTATIONS, QUICK = 2000, 200
+MUTATIONS, QUICK = 2000, 100
 TRAIN = sorted({name for method in METHODS for name in train_fields(method)})
 ODD = [
     None, True, False, 0, 1, -1, 3, 2**31, 2**64, 10**40, 0.0, 0.5, 1e-320, 1e308, math.nan, math.inf, -math.inf,

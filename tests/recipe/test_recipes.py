@@ -101,7 +101,7 @@ def test_every_line_of_a_real_recipe_says_why(path):
 
 
 @pytest.mark.parametrize("path", [
-    pytest.param(path, marks=[] if path.stem in METHODS else pytest.mark.slow, id=name(path))
+    pytest.param(path, marks=[] if path.stem in ("sft", "dpo", "opd") else pytest.mark.slow, id=name(path))
     for path in REAL
 ])  # fmt: skip
 def test_real_recipe_trains_when_model_and_data_are_overridden(path, tiny, tmp_path, servers):

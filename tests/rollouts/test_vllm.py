@@ -515,8 +515,9 @@ def test_each_rank_gives_its_engine_the_whole_weights(engine, lora, tmp_path):
     assert rollouts[0] != other_rollouts[0]
 
 
+@pytest.mark.slow
 @pytest.mark.engines
-@pytest.mark.parametrize(("engine", "lora"), [("zero3", False), pytest.param("fsdp2", True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("engine", "lora"), [("zero3", False), ("fsdp2", True)])
 def test_the_first_rank_sends_and_all_ranks_ask(engine, lora, tmp_path):
     with Serving(tiny_model() if lora else untied(seed=77)) as server:
         options = {"sampler": {"kind": "vllm_server", "base_url": server.url}}

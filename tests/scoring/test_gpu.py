@@ -189,7 +189,7 @@ def passes(head_of, hidden, tile, weights, inputs):
 
 
 @pytest.mark.parametrize("kept", [True, False])
-@pytest.mark.parametrize("promised", [True, False])
+@pytest.mark.parametrize("promised", [pytest.param(True, marks=pytest.mark.slow), False])
 @pytest.mark.parametrize("transform", [(), (0.25,), (2.0, 3.0)], ids=str)
 @pytest.mark.parametrize("kind", ["log-prob", "forward_kl", "reverse_kl", "jsd"])
 def test_the_head_with_kernels_is_the_head_in_torch(interpreted, kind, transform, promised, kept, monkeypatch):

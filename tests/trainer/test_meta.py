@@ -62,7 +62,9 @@ def calls(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "float32"])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=["bf16", "float32"]
+)
 @pytest.mark.parametrize(
     ("method", "options"),
     [(method, {"layout": layout}) for method in METHODS for layout in LAYOUTS[method]] + OPTIONS,

@@ -144,8 +144,9 @@ def assert_same_logs(found, expected, relative=0.0):
 # ---- what is saved
 
 
-@pytest.mark.parametrize("kind", quick("lora", among=KINDS))
-@pytest.mark.parametrize("engine", quick("fsdp2", among=ENGINES))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("engine", ENGINES)
 def test_saved_on_two_and_loaded_on_one(engine, kind, trained):
     folder, _, weights = trained(engine, "dpo", kind)
     assert_same(weights, loaded(folder / "saved"))
@@ -465,7 +466,8 @@ def test_incomplete_checkpoints_are_passed_over(trained, tmp_path, caplog):
         assert f"checkpoint-{step} is incomplete, without {part}" in caplog.text
 
 
-@pytest.mark.parametrize("engine", quick("fsdp2", among=ENGINES))
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ENGINES)
 def test_a_run_that_got_sigterm_on_one_rank_goes_on_as_the_uninterrupted(engine, trained, tmp_path):
     _, logs, weights = trained(engine, "dpo", "lora")
     *_, happened = on(engine, tmp_path, "dpo", "lora", signalled=1)

@@ -1,0 +1,42 @@
+# An image with hf_posttrain and the tested versions of its dependencies.
+#     docker build -t hf_posttrain .                            for CPUs
+#     docker build -t hf_posttrain --build-arg DEVICE=cuda .    for NVIDIA GPUs: torch's wheels bring CUDA
+ARG PYTHON=3.12
+FROM python:${PYTHON}-slim-bookworm
+
+ARG DEVICE=cpu
+ENV PIP_NO_CACHE_DIR=1 \
+    PIP_DISABLE_PIP_VERSION_CHECK=1 \
+    PYTHONUNBUFFERED=1
+
+# torch.compile and DeepSpeed compile code at run time
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends build-essential git \
+    && rm -rf /var/lib/apt/lists/*
+
+RUN useradd --create-home --uid 1000 trainer
+WORKDIR /opt/hf_posttrain
+
+# first the dependencies, which change less often than the code
+COPY constraints.txt setup.cfg pyproject.toml README.md ./
+RUN torch=$(grep '^torch==' constraints.txt) \
+    && if [ "$DEVICE" = cpu ]; then \
+         pip install "$torch" --index-url https://download.pytorch.org/whl/cpu; \
+       elif [ "$DEVICE" = cuda ]; then \
+         pip install "$torch" liger-kernel -c constraints.txt; \
+       else \
+         echo "DEVICE must be cpu or cuda, not $DEVICE" >&2; exit 2; \
+       fi
+
+COPY hf_posttrain hf_posttrain
+COPY recipes recipes
+COPY accelerate_configs accelerate_configs
+COPY docs docs
+RUN pip install -c constraints.txt '.[deepspeed,quant]'
+
+# jobs read and write here: docker run -v "$PWD:/work" hf_posttrain recipe.yaml
+USER trainer
+WORKDIR /work
+ENV HF_HOME=/work/.cache/huggingface
+ENTRYPOINT ["hf-posttrain"]
+CMD ["--help"]
