@@ -208,9 +208,10 @@ def _source(conversion: Conversion, key: str, entry: Any) -> Tree:
         if theirs in rest
     }  # fmt: skip
     if isinstance(form, dict):
-        fields = {"field_instruction": "instruction", "field_input": "input", "field_output": "output"}
-        columns |= {ours: form.pop(theirs) for theirs, ours in fields.items() if theirs in form}
-        form.pop("field_system", None)
+        fields = {
+            "field_instruction": "instruction", "field_input": "input", "field_output": "output", "field_system": "system"
+        }  # fmt: skip
+        columns |= {ours: column for theirs, ours in fields.items() if (column := form.pop(theirs, None))}
         rest |= {f"type.{name}": value for name, value in form.items()}
     elif isinstance(form, str) and ("chat_template" in form or form == "sharegpt"):
         _train_on_assistants(conversion)

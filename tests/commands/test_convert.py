@@ -86,6 +86,15 @@ def test_what_depends_on_several_keys(tmp_path, capsys):
     assert "  lora_r: no adapter is trained" in lines
 
 
+def test_columns_of_a_prompt_format_are_those_of_the_rows(tmp_path):
+    form = {"field_instruction": "task", "field_output": "answer", "field_input": "", "field_system": "persona"}
+    settings = {"base_model": "org/model", "datasets": [{"path": "rows.jsonl", "type": form}]}
+    (tmp_path / "axolotl.yaml").write_text(yaml.safe_dump(settings))
+    assert run.main(["init", "sft", "--from", str(tmp_path / "axolotl.yaml"), "-o", str(tmp_path / "out.yaml")]) == 0
+    columns = read_tree(tmp_path / "out.yaml")[0]["data"]["train"]["columns"]
+    assert columns == {"instruction": "task", "output": "answer", "system": "persona"}
+
+
 def test_every_key_of_the_tables_exists_here():
     names = {name for method in METHODS for name in train_fields(method)}
     for tool in TABLES.values():
