@@ -208,10 +208,9 @@ def _source(conversion: Conversion, key: str, entry: Any) -> Tree:
         if theirs in rest
     }  # fmt: skip
     if isinstance(form, dict):
-        fields = {
-            "field_instruction": "instruction", "field_input": "input", "field_output": "output", "field_system": "system"
-        }  # fmt: skip
-        columns |= {ours: column for theirs, ours in fields.items() if (column := form.pop(theirs, None))}
+        for column in ("instruction", "input", "output", "system"):
+            if theirs := form.pop(f"field_{column}", None):
+                columns[column] = theirs
         rest |= {f"type.{name}": value for name, value in form.items()}
     elif isinstance(form, str) and ("chat_template" in form or form == "sharegpt"):
         _train_on_assistants(conversion)

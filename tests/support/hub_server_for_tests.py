@@ -35,7 +35,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.answer({"errors": [], "warnings": []})
         elif parts[4:5] == ["preupload"]:  # each file is sent within the commit
             files = json.loads(body)["files"]
-            self.answer({"files": [{"path": each["path"], "uploadMode": "regular", "shouldIgnore": False} for each in files]})
+            self.answer(
+                {"files": [{"path": each["path"], "uploadMode": "regular", "shouldIgnore": False} for each in files]}
+            )
         elif parts[4:5] == ["commit"]:
             name = "/".join(parts[2:4])
             for line in body.splitlines():
