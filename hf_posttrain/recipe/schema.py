@@ -25,6 +25,8 @@ Schema = dict[str, Any]
 DIALECT = "http://json-schema.org/draft-07/schema#"
 """The newest draft that yaml-language-server supports completely."""
 _NULL: Schema = {"type": "null"}
+_HIDDEN: Schema = {"doNotSuggest": True}
+"""For editors: keys that are accepted, and not offered."""
 _TEXT: Schema = {"type": "string"}
 _TYPES: dict[object, Schema] = {
     str: _TEXT,
@@ -32,14 +34,20 @@ _TYPES: dict[object, Schema] = {
     dict: {"type": "object"},
     list: {"type": "array"},
     # also texts that are read as the type: 5e-7 is a text in YAML 1.1
-    int: {"type": ["integer", "string"], "pattern": r"^\s*[-+]?\d+(_\d+)*(\.0+)?\s*$"},
+    int: {
+        "type": ["integer", "string"],
+        "pattern": r"^\s*[-+]?\d+(_\d+)*(\.0+)?\s*$",
+        "patternErrorMessage": "must be an integer",  # shown by editors
+    },
     float: {
         "type": ["number", "string"],
         "pattern": r"^\s*[-+]?((\d+(_\d+)*\.?\d*|\.\d+)([eE][-+]?\d+)?|[iI]nf(inity)?|[nN]a[nN])\s*$",
+        "patternErrorMessage": "must be a number",
     },
     bool: {
         "type": ["boolean", "integer", "string"],
         "pattern": "^([tTyYfFnN01]|[tT][rR][uU][eE]|[fF][aA][lL][sS][eE]|[yY][eE][sS]|[nN][oO]|[oO][nN]|[oO][fF][fF])$",
+        "patternErrorMessage": "must be true or false",
         "minimum": 0,
         "maximum": 1,
     },
@@ -119,13 +127,16 @@ def _train(method: Method, shared: Mapping[str, Schema]) -> Schema:
     options |= _old_names(method.groups, options)
     # null removes an option of another method
     others = {name for other in METHODS for name in train_fields(other)}
-    options |= {name: _NULL for name in sorted(others - options.keys())}
+    options |= {name: _NULL | _HIDDEN for name in sorted(others - options.keys())}
     return section
 
 
 def _old_names(groups: Mapping[str, OptionGroup], options: Mapping[str, Schema]) -> dict[str, Schema]:
     """Return the schemas of old names of options, which are accepted for one release."""
-    return {old: {"deprecated": True, "description": f"Use {new}."} for old, new in old_names(groups, options).items()}
+    return {
+        old: {"deprecated": True, "description": f"Use {new}."} | _HIDDEN
+        for old, new in old_names(groups, options).items()
+    }
 
 
 def _mapping(fields: Mapping[str, Field], help_texts: Mapping[str, str]) -> Schema:
@@ -155,7 +166,8 @@ def _member(kind: Any) -> Schema:
     if allowed := choices(kind):
         return {"enum": allowed}
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-        return {"$ref": f"#/definitions/{kind.__name__}"}
+        is_ours = kind.__module__.startswith(__package__.partition(".")[0])
+        return {"$ref": f"#/definitions/{kind.__name__}"} if is_ours else {"type": "object"}
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is list:
         return {"type": "array", "items": _type(arguments[0])}

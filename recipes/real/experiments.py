@@ -21,6 +21,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from hf_posttrain.recipe.read import load_recipe
 from hf_posttrain.scoring.cpu import bf16_instructions
 
 HERE = Path(__file__).parent
@@ -28,7 +29,13 @@ MODELS = Path("outputs/real")
 """Folder in which `make real-models` links the models and writes the rows."""
 DATA = MODELS / "data"
 TINY = Path("recipes/tiny")
-FAST = ["train.max_steps=2", "train.eval_steps=2", "train.logging_steps=1", "data.eval.limit=2"]
+FAST = [
+    "train.max_steps=2",
+    "train.eval_steps=2",
+    "train.logging_steps=1",
+    "data.eval.limit=2",
+    "data.train.limit=64",
+]
 """Overrides that only show that everything runs."""
 ROWS = 320
 """Rows of GSM8K that a run trains on."""
@@ -47,9 +54,13 @@ class Lab:
 
     def train(self, recipe: str, name: str, *overrides: str) -> Path:
         """Return the folder of a run of the recipe, which runs unless it is complete."""
+        file = HERE / f"{recipe}.yaml"
         options = [*overrides, f"train.output_dir={self.home / name}", *(FAST if self.fast else [])]
+        if self.fast:
+            lengths = {"max_completion_length", "eval_max_completion_length"} & {*load_recipe(file).train}
+            options += [f"train.{name}=8" for name in sorted(lengths)]
         options += ["train.bf16=true"] if bf16_instructions() else []
-        return self.run_once(name, "-m", "hf_posttrain.run", HERE / f"{recipe}.yaml", *options)
+        return self.run_once(name, "-m", "hf_posttrain.run", file, *options)
 
     def train_trl(self, name: str, seed: int) -> Path:
         """Return the folder of a run of trl_lora.py, which runs unless it is complete."""
@@ -140,7 +151,7 @@ def prune(lab: Lab) -> None:
 
 def losses(lab: Lab, model: Path) -> dict[str, float]:
     """Return the losses of a model on held-out problems and general text, and what its greedy answers are like."""
-    options = ["--apply_chat_template", "--max_completion_length", 192, "--batch_size", 50]
+    options = ["--apply_chat_template", "--max_completion_length", lab.limit(192), "--batch_size", 50]
     heldout = lab.evaluate(model, "heldout", "--data", DATA / "gsm8k_heldout.jsonl", *options)
     general = lab.evaluate(model, "general", "--data", DATA / "general.jsonl")
     return {

@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         save_strategy="no",
         report_to="none",
         seed=given.seed,
-        bf16=bf16_instructions(),
+        bf16=bool(bf16_instructions()),
     )
     trainer = SFTTrainer(
         model=str(MODELS / "smollm2"),

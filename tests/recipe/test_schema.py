@@ -34,6 +34,24 @@ def validator():
     return Draft7Validator(schema)
 
 
+def references(node):
+    """The value of each $ref in a schema."""
+    if isinstance(node, dict):
+        yield from [node["$ref"]] if "$ref" in node else []
+        node = [*node.values()]
+    for part in node if isinstance(node, list) else []:
+        yield from references(part)
+
+
+def test_each_reference_has_a_definition():
+    schema = recipe_schema()
+    assert len({*references(schema)}) > 100
+    for reference in {*references(schema)}:
+        part = schema
+        for name in reference.removeprefix("#/").split("/"):
+            part = part[name]
+
+
 @pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
 def test_recipes_of_the_repository_are_valid(file, validator):
     assert [error.message for error in validator.iter_errors(read_tree(file)[0])] == []
