@@ -37,6 +37,8 @@ RUN pip install -c constraints.txt '.[deepspeed,quant]'
 # jobs read and write here: docker run -v "$PWD:/work" hf_posttrain recipe.yaml
 USER trainer
 WORKDIR /work
-ENV HF_HOME=/work/.cache/huggingface
+# the second one is for users without a home: docker run --user
+ENV HF_HOME=/work/.cache/huggingface \
+    TRITON_HOME=/tmp
 ENTRYPOINT ["hf-posttrain"]
 CMD ["--help"]

@@ -53,6 +53,8 @@ def of_row(costs: Costs, method: str, row: dict[str, Any], cached: bool) -> floa
     if method == "kto":
         other = len(row["mismatch_ids"])
         return trained + costs.forward(0, other, context=prompt) + second * costs.forward(prompt, own, other)
+    if method == "kd" and cached:  # the teacher's head reads its hidden states
+        return trained + costs.logit * own
     passes = {"sft": 0, "kd": 1, "opd": 2}  # the teacher, and generation
     return trained + passes[method] * costs.forward(prompt, own)
 

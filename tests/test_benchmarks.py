@@ -25,6 +25,7 @@ def test_useful_flops():
     pair = row | {"chosen_ids": [1] * 4, "rejected_ids": [1] * 4}
     assert flops.of_row(costs, "sft", row, cached=False) == 3 * one
     assert flops.of_row(costs, "kd", row, cached=False) == 4 * one
+    assert 3 * one < flops.of_row(costs, "kd", row, cached=True) < 4 * one
     assert flops.of_row(costs, "opd", row, cached=False) == 5 * one
     assert flops.of_row(costs, "dpo", pair, cached=True) == 3 * costs.forward(10, 4, 4)
     assert flops.of_row(costs, "dpo", pair, cached=False) == 4 * costs.forward(10, 4, 4)

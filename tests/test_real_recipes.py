@@ -88,7 +88,8 @@ def test_overrides_of_an_experiment_are_those_of_recipes_that_load(name, tmp_pat
             (folder / "trainer_state.json").write_text(json.dumps({"log_history": logs}))
             ran.append(folder.name)
         elif "--out" in rest:
-            rows = [{"prompt": "12+3=", "completion": "#### 15", "stopped": True}]
+            asked = [{"role": "user", "content": "12+3="}]
+            rows = [{"prompt": "12+3=", "completion": "#### 15", "stopped": True, "messages": asked}]
             experiments.write(experiments.Path(rest[rest.index("--out") + 1]), rows)
         elif first == "prune":
             experiments.Path(rest[-1]).mkdir()

@@ -16,7 +16,6 @@ from typing import Any
 import psutil
 import pyarrow.compute as pc
 import torch
-from torch import nn
 
 from ..batching.micro_batch import MicroBatch
 from ..data.dataset_type import AnyDataset
@@ -32,6 +31,7 @@ from ..rollouts.options import PolicySamplerOptions, VLLMColocateOptions
 from ..rounds.judges.config import MODEL_JUDGES
 from ..rounds.sample_and_judge import chunk_size
 from ..scoring.attention_selection import row_multiple
+from ..scoring.cpu import MIN_PACKED_ROWS, packable_layers, packed_bytes
 from ..scoring.head import BYTES_PER_LOGIT, META_MEMORY, max_kept_logits, tile_rows
 from ..scoring.layout_selection import supported_layouts
 from ..scoring.layouts import collate
@@ -364,9 +364,9 @@ class Run:
         prompts = -(-count // options.num_generations)
         images = sum(policy.image_bytes(self.train)) * prompts // self.train_rows
         packed = 0
-        if not self.engine.gpu and not self.mixed:  # as `scoring.cpu.packed_weights`
-            weights = (layer.weight for layer in policy.inner.modules() if type(layer) is nn.Linear)
-            packed = sum(weight.nbytes for weight in weights if weight.dtype == torch.float32)
+        if not self.engine.gpu and not self.mixed and count >= MIN_PACKED_ROWS:
+            layers = packable_layers(policy.inner)
+            packed = packed_bytes(layers, self.available or psutil.virtual_memory().available, self.engine.processes)
         return cache + packed + max(step, policy.layer(prompts * length) + images)
 
 

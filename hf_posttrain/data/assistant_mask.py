@@ -78,7 +78,7 @@ def assistant_masks(
         ids, mask = _trained_tokens(rendered, chosen, spans)
         if prompt is not None:
             chat.text_after(prompt, full)  # checks that the answer begins after the tokens of the prompt
-            mask = [0] * prompt_length + mask[prompt_length:]
+            mask = [0] * min(prompt_length, len(ids)) + mask[prompt_length:]
         yield ids, mask
 
 

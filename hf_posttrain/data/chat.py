@@ -98,7 +98,7 @@ class ChatTemplate(NamedTuple):
         Raises:
             InputError: As `render` does.
         """
-        if not self.tokenizer.chat_template or not GENERATION_TAG.search(self.text):
+        if not self.tokenizer.chat_template or not GENERATION_TAG.search(self.text) or self._has_own_rendering():
             return self.render(messages), None
         variables = {**self.tokenizer.special_tokens_map, **(self.kwargs or {})}
         with _rejection(messages):
@@ -145,10 +145,15 @@ class ChatTemplate(NamedTuple):
         """Call `tokenizer.apply_chat_template` with a fixed date and with messages in the template's form."""
         messages, template = self._inputs(messages)
         has_inputs = bool(self.tools) or "documents" in (self.kwargs or ())
-        if not has_inputs and not options.get("continue_final_message") and _are_plain(messages):
+        is_plain = not has_inputs and not options.get("continue_final_message") and _are_plain(messages)
+        if is_plain and not self._has_own_rendering():
             return self._apply_to_plain(messages, template, bool(options.get("add_generation_prompt")))
         options |= {"tools": self.tools, "chat_template": template, "tokenize": False}
         return str(self.tokenizer.apply_chat_template(messages, **options, **(self.kwargs or {})))
+
+    def _has_own_rendering(self) -> bool:
+        """Return whether the class of the tokenizer has a rendering of its own, as remote code may have."""
+        return type(self.tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template
 
     def _inputs(self, messages: Messages) -> tuple[Messages, str]:
         """Return messages in the form that the template reads, and the template with a fixed date.

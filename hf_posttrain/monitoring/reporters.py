@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback, TrainingArguments
@@ -67,6 +68,22 @@ def _trackio_run() -> Any:
 def run_names() -> dict[str, str | None]:
     """Return the id of the W&B run and the name of the trackio run, for checkpoints. They are None without a run."""
     return {"wandb": getattr(_wandb_run(), "id", None), "trackio": getattr(_trackio_run(), "name", None)}
+
+
+def reporter_places(args: TrainingArguments) -> dict[str, str]:
+    """Return where each reporter shows the run of this process: its URL, or the command that shows it."""
+    places = {}
+    if (run := _wandb_run()) is not None:
+        places["W&B"] = run.url or f"wandb sync {Path(run.dir).parent}"
+    if (run := _trackio_run()) is not None:
+        space = args.trackio_space_id
+        places["trackio"] = (
+            f"https://huggingface.co/spaces/{space}" if space else f"trackio show --project {run.project}"
+        )
+    if "tensorboard" in (args.report_to or ()):
+        folder = os.environ.get("TENSORBOARD_LOGGING_DIR") or f"{args.output_dir}/runs"
+        places["TensorBoard"] = f"tensorboard --logdir {folder}"
+    return places
 
 
 @contextmanager

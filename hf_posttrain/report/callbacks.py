@@ -34,6 +34,7 @@ from ..errors import InputError
 from ..generation import rollout
 from ..generation.exact_match import answers_key, first_turn
 from ..models.reference import REFERENCE_ADAPTER
+from ..monitoring.reporters import reporter_places
 from ..rollouts.options import PolicySamplerOptions
 from ..scoring import forward as scoring
 from ..scoring.layouts import Prompt
@@ -137,6 +138,13 @@ class RunRecord(TrainerCallback):
                     self.record |= {"started": earlier["started"], "warnings": warnings}
             write_json(self.file, self.record)
             package_logger.addHandler(self.handler)
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Record where the reporters show the run. They have started when it is logged for the first time."""
+        if state.is_world_process_zero and "reporters" not in self.record:
+            with warn_on_error("run.json lacks the places of the reporters"):
+                self.record["reporters"] = reporter_places(args)
+                write_json(self.file, self.record)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

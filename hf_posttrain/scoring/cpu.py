@@ -4,7 +4,7 @@ Each docstring has the speedup in rows per second on 2 cores. See docs/reference
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -62,6 +62,26 @@ PACKED_MEMORY_SHARE = 0.5
 """Largest share of the available memory that packed weights of all processes of a machine may take."""
 
 
+def packable_layers(model: nn.Module) -> list[nn.Linear]:
+    """Return the layers whose weights can be packed: plain linear layers in float32. There are none without MKL."""
+    if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
+        return []
+    layers = (layer for layer in model.modules() if type(layer) is nn.Linear)
+    return [x for x in layers if type(x.weight) is nn.Parameter and x.weight.dtype == torch.float32]
+
+
+def packed_bytes(layers: Sequence[nn.Linear], available: int, processes: int) -> int:
+    """Return the memory of packed copies of the weights of layers, or 0 if that is too much and none is packed.
+
+    Args:
+        layers: Layers of `packable_layers`.
+        available: Available bytes of the machine.
+        processes: Number of processes on the machine.
+    """
+    size = sum(layer.weight.nbytes for layer in layers)
+    return size if size <= PACKED_MEMORY_SHARE * available / processes else 0
+
+
 @contextmanager
 def packed_weights(model: nn.Module) -> Iterator[None]:
     """Let linear layers on CPU multiply a few float32 rows with weights in the order in which MKL reads them.
@@ -71,13 +91,11 @@ def packed_weights(model: nn.Module) -> Iterator[None]:
     is packed.
     """
     layers: list[nn.Linear] = []
-    has_mkl = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
-    if has_mkl and not torch.is_autocast_enabled("cpu") and not torch.is_grad_enabled():
-        plain = (layer for layer in model.modules() if type(layer) is nn.Linear and "forward" not in vars(layer))
-        layers = [x for x in plain if type(x.weight) is nn.Parameter and x.weight.device.type == "cpu"]
-        layers = [layer for layer in layers if layer.weight.dtype == torch.float32]
-    share = PACKED_MEMORY_SHARE / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if sum(layer.weight.nbytes for layer in layers) > share * psutil.virtual_memory().available:
+    if not torch.is_autocast_enabled("cpu") and not torch.is_grad_enabled():
+        on_cpu = (layer for layer in packable_layers(model) if layer.weight.device.type == "cpu")
+        layers = [layer for layer in on_cpu if "forward" not in vars(layer)]
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if not packed_bytes(layers, psutil.virtual_memory().available, processes):
         layers = []
 
     for layer in layers:
@@ -101,7 +119,7 @@ class _PackedLinear:
         """Return the product of rows [..., H] and the weight, [..., out_features]."""
         weight, bias = self.layer.weight, self.layer.bias
         count = rows.numel() // rows.shape[-1]
-        if not MIN_PACKED_ROWS <= count <= PACKED_ROWS[-1]:
+        if torch.is_grad_enabled() or not MIN_PACKED_ROWS <= count <= PACKED_ROWS[-1]:
             return nn.functional.linear(rows, weight, bias)
         if count > self.packed_rows or 4 * count <= self.packed_rows > PACKED_ROWS[0]:
             self.packed_rows = next(size for size in PACKED_ROWS if count <= size)

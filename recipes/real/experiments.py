@@ -247,19 +247,23 @@ def on_policy(lab: Lab) -> None:
     student, teacher = sums_models(lab)
     results: Results = {"student": [sums(lab, student)], "teacher": [sums(lab, teacher)]}
     prompts = ["--prompts", TINY / "prompts.jsonl", "--limit", lab.limit(1024), "--apply_chat_template"]
-    answers = lab.write("sample", teacher, *prompts, "--max_completion_length", 24, out=lab.home / "sums_answers.jsonl")
+    sampled = lab.write("sample", teacher, *prompts, "--max_completion_length", 24, out=lab.home / "sums_sampled.jsonl")
+    answers = lab.home / "sums_answers.jsonl"
+    # as text: sampled rows have token ids, and the held-out rows of the recipes have none
+    texts = ({"prompt": row["messages"][-1]["content"], "completion": row["completion"]} for row in read(sampled))
+    write(answers, texts)
     start, second = f"model.name_or_path={student}", f"teacher.name_or_path={teacher}"
     constant = ("train.learning_rate=2e-5", "train.lr_scheduler_type=constant_with_warmup", "train.warmup_steps=4")
     for seed in lab.seeds:
         common = (start, f"train.seed={seed}")
-        texts = (*common, *constant, f"data.train={{path: {answers}}}")
+        taught = (*common, *constant, f"data.train={{path: {answers}}}")
         opd = lab.train("sums_opd", f"sums_opd_{seed}", *common, second)
-        sft = lab.train("sums_sft", f"sums_sft_{seed}", *texts)
+        sft = lab.train("sums_sft", f"sums_sft_{seed}", *taught)
         steps = round(history(sft)[-1]["step"] * max(1.0, training_seconds(opd) / training_seconds(sft)))
         runs = {
             "SFT on the teacher's answers": sft,
             "SFT, the seconds of OPD": lab.train(
-                "sums_sft", f"sums_sft_longer_{seed}", *texts, f"train.max_steps={steps}"
+                "sums_sft", f"sums_sft_longer_{seed}", *taught, f"train.max_steps={steps}"
             ),
             "KD on the teacher's answers": lab.train(
                 "sums_kd", f"sums_kd_{seed}", *common, second, f"data.train={{path: {answers}}}"
@@ -267,7 +271,7 @@ def on_policy(lab: Lab) -> None:
             "OPD": opd,
             "OPD with reward": lab.train(
                 "sums_opd", f"sums_reward_{seed}", *common, second,
-                f"data.train={{path: {lab.home / 'sums_answers.jsonl'}, columns: {{completion: completion}}}}",
+                f"data.train={{path: {answers}}}",
                 "train.loss_type=policy_gradient", "train.reward={function: exact_match}", "train.num_generations=4",
             ),
         }  # fmt: skip
@@ -314,7 +318,7 @@ def train_judge(lab: Lab, student: Path) -> Path:
         answers = lab.write("sample", student, "--prompts", file, *options, out=lab.home / f"{name}_answers.jsonl")
         known = lab.home / f"{name}_known.jsonl"
         if not known.exists():
-            write(known, [row | {"reference": right_sum(row["prompt"])} for row in read(answers) if row["stopped"]])
+            write(known, [row | {"reference": right_sum(row["messages"])} for row in read(answers) if row["stopped"]])
         judged = lab.write("judge", known, "--by", "exact_match", out=lab.home / f"{name}_judged.jsonl")
         lab.write("pair", judged, "--method", "rm", "--take", "all", out=lab.home / f"{name}.jsonl")
     start = f"model.name_or_path={student}"
@@ -323,10 +327,9 @@ def train_judge(lab: Lab, student: Path) -> Path:
     return lab.train("sums_rm", "sums_judge", start, *pairs)
 
 
-def right_sum(prompt: Any) -> str:
-    """Return the answer to an addition, whose prompt is text or a conversation."""
-    text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
-    return f"#### {sum(map(int, text.rstrip('=').split('+')))}"
+def right_sum(messages: Sequence[Row]) -> str:
+    """Return the answer to an addition, the last of some messages."""
+    return f"#### {sum(map(int, messages[-1]['content'].rstrip('=').split('+')))}"
 
 
 EXPERIMENTS: dict[str, Callable[[Lab], None]] = {

@@ -265,3 +265,21 @@ def test_templates_that_trl_ships():
         counts["equal"] += 1
     print(f"{len(SHIPPED)} templates, {len(chats)} chats of each: {dict(counts)}, 0 wrong")
     assert counts["equal"] > 2 * counts["refused"]
+
+
+@pytest.mark.parametrize("tags", [False, True])
+def test_a_tokenizer_with_a_rendering_of_its_own_is_asked(tags):
+    """As remote code may have: no template is rendered past it."""
+    tokenizer = family_tokenizer(FAMILIES["chatml"])
+
+    class Loud(type(tokenizer)):
+        def apply_chat_template(self, conversation, **options):
+            return super().apply_chat_template(conversation, **options).upper()
+
+    if tags:
+        tokenizer.chat_template += "{% generation %}{% endgeneration %}"
+    tokenizer.__class__ = Loud
+    messages = [{"role": "user", "content": "hello"}]
+    text, _ = chat.ChatTemplate(tokenizer).render_with_spans(messages)
+    assert "HELLO" in text
+    assert chat.ChatTemplate(tokenizer).render(messages) == text

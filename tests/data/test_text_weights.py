@@ -4,6 +4,7 @@ import datasets
 import pytest
 import torch
 from models_for_tests import tiny_model
+from templates_for_tests import FAMILIES, family_tokenizer
 from tokenizers_for_tests import base_tokenizer, byte_tokenizer
 from training_for_tests import one_step, trainer_for
 
@@ -185,3 +186,20 @@ def test_weights_on_metrics(tmp_path):
     trainer.train()
     log = trainer.state.log_history[0]
     assert trainer.evaluate()["eval_loss"] == pytest.approx(log["loss"], rel=1e-6)
+
+
+def test_an_answer_that_is_an_end_alone_is_dropped(tmp_path):
+    """The earlier turn of the assistant is in the prompt, so that no token is trained."""
+    turns = [{"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "yes"), ("user", "b"))]
+    rows = [
+        {"prompt": turns, "completion": [{"role": "assistant", "content": text}]} for text in ("<|im_end|>", "yes yes")
+    ]
+    tokenizer = family_tokenizer(FAMILIES["chatml"])
+    [row] = prepared(rows, tmp_path, tokenizer, train_on="assistant", text_weights={"yes": 2.0})
+    assert row["index"] in (0, 1)
+    assert tokenizer.decode(texts_ids(row), skip_special_tokens=True).strip() == "yes yes"
+
+
+def texts_ids(row):
+    """The trained ids of a row."""
+    return [token for token, mask in zip(row["completion_ids"], row["completion_mask"], strict=True) if mask]

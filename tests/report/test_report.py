@@ -255,6 +255,7 @@ def test_what_the_run_left_is_on_the_page(tmp_path):
         "warnings": [
             {"step": 7, "message": "the policy never leaves the reference"}, {"step": 9, "message": "step 8: no end"},
         ],
+        "reporters": {"W&B": "https://wandb.ai/a/b/runs/1", "TensorBoard": "tensorboard --logdir out/runs"},
     }  # fmt: skip
     results = {"train_runtime": 75.2, "train_samples_per_second": 12.5}
     page = page_of(leave_run(tmp_path / "run", audit=AUDIT, samples=SAMPLES, run=record, all_results=results))
@@ -265,6 +266,8 @@ def test_what_the_run_left_is_on_the_page(tmp_path):
     expected = {"rows per optimizer step": "64", "learning_rate": "5e-07", "loss_type": "sigmoid"}
     assert expected.items() <= options.items()
     assert ["torch", "2.13.0"] in page.table("Environment")
+    assert "https://wandb.ai/a/b/runs/1" in page.links
+    assert "TensorBoard: tensorboard --logdir out/runs" in " ".join(page.words.split())
     for text in ("1 min 15 s", "Step 7: the policy never leaves the reference", "Step 8: no end",
                  AUDIT["warnings"][0], "1 + 1 =", "name_or_path: Qwen/Qwen3-0.6B"):  # fmt: skip
         assert text in page.words

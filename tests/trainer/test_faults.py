@@ -17,9 +17,11 @@ import torch
 from models_for_tests import tiny_model
 from processes_for_tests import engine_arguments, on_two
 from training_for_tests import LORA, logged, token_rows, trainer_for
+from transformers import TrainerCallback
 from transformers.integrations import TensorBoardCallback
 
 from hf_posttrain.errors import InputError
+from hf_posttrain.monitoring.reporters import reporter_places
 from hf_posttrain.trainer import checkpoint, output_dir
 
 SETTINGS = {"max_steps": 3, "learning_rate": 1e-3, "save_strategy": "steps", "save_steps": 1}
@@ -252,6 +254,7 @@ WANDB = """
 import sys; sys.path[:0] = {paths!r}
 import test_faults as faults
 trainer = faults.build({folder!r}, report_to="wandb", run_name="a run")
+trainer.add_callback(faults.Places())
 trainer.recipe = {{"method": "sft"}}
 trainer.train(resume_from_checkpoint="auto")
 import wandb
@@ -287,15 +290,25 @@ def test_wandb_holds_recipe_and_rows_and_goes_on_with_the_run(whole, tmp_path):
     first = with_wandb(tmp_path / "run", WANDB_MODE="offline")
     assert "'recipe': {'method': 'sft'}" in first
     assert "'rows': '13 rows (" in first
+    assert Path(re.search(r"places \{'W&B': 'wandb sync (.*)'\}", first)[1]).is_dir()
     shutil.rmtree(tmp_path / "run/checkpoint-3")
     again = with_wandb(tmp_path / "run", WANDB_MODE="offline")
     assert re.search(r"id (\w+)", first)[1] == re.search(r"id (\w+)", again)[1]
+
+
+class Places(TrainerCallback):
+    """Prints where the reporters show the run, once."""
+
+    def on_log(self, args, state, control, **kwargs):
+        if state.global_step == 3:
+            print("places", reporter_places(args))
 
 
 TRACKIO = """
 import sys; sys.path[:0] = {paths!r}
 import test_faults as faults
 trainer = faults.build({folder!r}, report_to="trackio")
+trainer.add_callback(faults.Places())
 trainer.recipe = {{"method": "sft"}}
 trainer.train(resume_from_checkpoint="auto")
 from trackio.sqlite_storage import SQLiteStorage as Storage
@@ -320,6 +333,7 @@ def test_trackio_holds_recipe_and_rows_and_goes_on_with_the_run(tmp_path):
     [(name, logs, config)], [(again, more, _)] = found
     assert (name, int(logs) < int(more)) == (again, True)  # the same run, with the logs of both
     assert config.startswith("{'method': 'sft'} 13 rows (")
+    assert "places {'trackio': 'trackio show --project" in done.stdout
 
 
 # ---- code in checkpoints
