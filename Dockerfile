@@ -1,6 +1,6 @@
 # An image with hf_posttrain and the tested versions of its dependencies.
 #     docker build -t hf_posttrain .                            for CPUs
-#     docker build -t hf_posttrain --build-arg DEVICE=cuda .    for NVIDIA GPUs: torch's wheels bring CUDA
+#     docker build -t hf_posttrain:cuda --build-arg DEVICE=cuda .    for NVIDIA GPUs: torch's wheels bring CUDA
 ARG PYTHON=3.12
 FROM python:${PYTHON}-slim-bookworm
 

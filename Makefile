@@ -58,12 +58,13 @@ $(EVAL_STAMP): $(STAMP)
 quickstart: $(STAMP) ## the main job on an embedded example, minutes on 2 CPU cores: teacher, student, OPD, preference
 	$(BIN)/python recipes/tiny/quickstart.py
 
-test: lint types suite ## lint, types and the quick tests, or those of one subpackage: make test PACKAGE=losses
+test: $(if $(PACKAGE),,lint types) suite ## lint, types and the quick tests; with PACKAGE=losses the tests of one subpackage alone
 
 suite: $(STAMP)
 ifeq ($(PACKAGE),)
 	$(BIN)/python $(SUITE) -m "$(QUICK)" $(PYTEST)
 else
+	@test -d tests/$(PACKAGE) || { echo "tests/$(PACKAGE) does not exist; packages: $$(cd tests && echo */)"; exit 2; }
 	$(BIN)/python -m pytest tests/$(PACKAGE) -m "$(QUICK)" $(PYTEST)
 endif
 

@@ -7,7 +7,7 @@
     uv run sft_uv.py [section.key=value ...]
     hf jobs uv run --flavor a10g-small --secrets HF_TOKEN sft_uv.py train.push_to_hub=true train.hub_model_id=NAME
 
-Overrides are those of every recipe: model.name_or_path=..., data.train.path=..., train.max_steps=...
+Overrides are those of every recipe: model.name_or_path=..., 'data.train={path: mine.jsonl}', train.max_steps=...
 """
 
 import sys

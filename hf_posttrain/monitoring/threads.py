@@ -25,7 +25,7 @@ def oversubscription_hint(threads: int, processes: int) -> str:
         return f"{run} share {cores} cores, so that they wait for each other. Set {setting}"
     if other_load > cores / 2 and threads > 1:
         return (
-            f"about {other_load:.0f} threads of other programs run on the {cores} cores, so that {run} wait for each "
-            f"other. Set {setting}, which may be several times as fast"
+            f"other programs use about {min(other_load, cores):.0f} of the {cores} cores, so that the threads of this "
+            f"run wait for each other. Set {setting}, which may be several times as fast"
         )
     return ""

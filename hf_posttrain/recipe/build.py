@@ -251,10 +251,10 @@ def earlier_run_note(config: "PostTrainConfig") -> str | None:
     if config.resume_from_checkpoint:
         return None
     if checkpoint := find_checkpoint(output_dir):
-        problem = f"{checkpoint} belongs to an earlier run, whose files are overwritten"
+        problem = f"{checkpoint} belongs to an earlier run, whose model and report are overwritten"
         return f"{problem}. To resume that run instead, set train.resume_from_checkpoint=auto"
     if (Path(output_dir) / "trainer_state.json").exists():
-        return f"{output_dir} contains an earlier run, whose files are overwritten"
+        return f"{output_dir} contains an earlier run, whose model and report are overwritten"
     return None
 
 

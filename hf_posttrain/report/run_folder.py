@@ -8,7 +8,6 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -19,6 +18,7 @@ from ..errors import InputError, path_hint
 from ..methods import METHODS
 from ..recipe.yaml_tree import read_tree, write_tree
 from ..trainer.method_spec import Method
+from ..trainer.run_start import is_earlier, run_start
 
 STATE = "trainer_state.json"
 ROUNDS = "_rounds/rounds.json"
@@ -163,12 +163,12 @@ def read_run(folder: str | Path) -> Run:
     # The state of the run is written when it ends. A newer checkpoint means that the run was resumed, or is running.
     # Both files may belong to an earlier run if a new one was started in its folder.
     record = _hide_tokens(_read_json(folder / "run.json", {}))
-    started = _started(folder / "run.json", record)
+    started = run_start(folder / "run.json", record)
     numbered = [(path.parent.name.removeprefix("checkpoint-"), path) for path in folder.glob(f"checkpoint-*/{STATE}")]
     checkpoints = [path for _, path in sorted((int(number), path) for number, path in numbered if number.isdecimal())]
     states = [path for path in (folder / STATE, *checkpoints) if path.exists()]
     run_states, checkpoint_states = (
-        [path for path in paths if path in states and not _is_earlier(path, started)]
+        [path for path in paths if path in states and not is_earlier(path, started)]
         for paths in ([folder / STATE], checkpoints)
     )
     if not states:
@@ -267,15 +267,6 @@ def _latest(files: Sequence[Path]) -> tuple[Path, dict[str, Any]]:
     return latest, states[latest]
 
 
-def _started(file: Path, record: dict[str, Any]) -> float | None:
-    """Return the start of the run in run.json, in seconds since 1970.
-
-    It is None if it is not known, or if the modification times of the files are earlier, such as those from an archive.
-    """
-    start = datetime.fromisoformat(record["started"]).timestamp() if "started" in record else None
-    return None if start is None or file.stat().st_mtime < start else start
-
-
 def _is_outdated(file: Path, state_file: Path, started: float | None) -> bool:
     """Return whether a file does not exist or belongs to an earlier run.
 
@@ -288,15 +279,10 @@ def _is_outdated(file: Path, state_file: Path, started: float | None) -> bool:
         return True
     written = file.stat().st_mtime
     run_state = file.parent / STATE
-    if _is_earlier(file, started):
+    if is_earlier(file, started):
         return True
     # a run ended after the file was written, and the checkpoint of `state_file` was written after that
     return state_file != run_state and run_state.exists() and written <= run_state.stat().st_mtime
-
-
-def _is_earlier(file: Path, started: float | None) -> bool:
-    """Return whether a file exists and is older than the start of the run."""
-    return started is not None and file.exists() and file.stat().st_mtime < started
 
 
 def command_line() -> str:

@@ -28,6 +28,7 @@ from . import run_fingerprint
 from .interface import TrainerInterface
 from .method_spec import Method
 from .rules import NO_OPTIMIZER_STATE
+from .run_start import is_earlier, start_in_folder
 
 logger = logging.getLogger(__name__)
 SAVING_FOLDER = ".saving"  # folder in output_dir of a checkpoint that is being saved
@@ -122,15 +123,21 @@ def launch_state(trainer: TrainerInterface) -> dict[str, Any]:
 
 
 def find_checkpoint(output_dir: str | os.PathLike[str], max_step: float = inf) -> str | None:
-    """Return the newest complete `checkpoint-N` in a folder, or None. Incomplete ones are logged.
+    """Return the newest complete `checkpoint-N` of the last run in a folder, or None.
+
+    Incomplete ones, and those of an earlier run in the same folder, are logged.
 
     Args:
         output_dir: The folder.
         max_step: Largest N to consider.
     """
+    start = start_in_folder(Path(output_dir))
     for path in map(Path, reversed(sort_checkpoints(str(output_dir)))):
         if not _NAME.fullmatch(path.name) or _step(path) > max_step:
             continue  # sort_checkpoints also returns checkpoint-5-tmp
+        if is_earlier(path / "trainer_state.json", start):
+            logger.warning("%s belongs to an earlier run in this folder. It is skipped", path)
+            continue
         if not (missing := incomplete_parts(path)):
             return str(path)
         logger.warning("%s is incomplete, without %s. It is skipped", path, ", ".join(missing))

@@ -504,7 +504,7 @@ def test_notes_about_an_earlier_run_and_the_rate_of_an_adapter(folder):
     assert not any("learning_rate" in note for note in checked(*adapter, "train.learning_rate=1e-3").notes)
     assert not any("learning_rate" in note for note in checked().notes)
     assert run.main(["recipe.yaml", "model.from_scratch=false"]) == 0
-    assert any("an earlier run, whose files are overwritten" in note for note in checked().notes)
+    assert any("an earlier run, whose model and report are overwritten" in note for note in checked().notes)
 
 
 def test_a_check_compares_rows_with_the_length_limit_of_a_teacher_on_a_server(folder):

@@ -525,9 +525,9 @@ def test_a_resumed_run_knows_its_earlier_logs(tmp_path, caplog):
         (2, 1.0, 2, 1, ""),  # the run itself, and little else
         (2, 3.0, 2, 1, ""),  # its own threads and one more
         (2, 9.0, 1, 2, ""),  # one thread does not wait for another
-        (2, 4.5, 2, 1, "about 2 threads of other programs run on the 2 cores, so that 1 process of 2 threads wait"),
+        (2, 4.5, 2, 1, "other programs use about 2 of the 2 cores, so that the threads of this run wait"),
         (64, 70.0, 64, 1, ""),
-        (64, 120.0, 64, 1, "about 56 threads of other programs run on the 64 cores"),
+        (64, 120.0, 64, 1, "other programs use about 56 of the 64 cores"),
         (8, 0.0, 8, 2, "2 processes of 8 threads share 8 cores, so that they wait for each other. Set OMP_"),
         (8, 0.0, 4, 2, ""),
         (8, 9.5, 4, 1, ""),  # half of the cores are taken, and half as many threads run

@@ -152,7 +152,7 @@ def test_a_run_into_the_folder_of_another_says_how_that_goes_on(folder, caplog):
     assert run.main(["recipe.yaml", *small_rounds(), "train.save_strategy=steps", "train.save_steps=2"]) == 0
     assert "earlier run" not in caplog.text
     assert run.main(["recipe.yaml", *small_rounds(), "train.save_strategy=no"]) == 0
-    assert "checkpoint-6 belongs to an earlier run, whose files are overwritten. To resume" in caplog.text
+    assert "checkpoint-6 belongs to an earlier run, whose model and report are overwritten. To resume" in caplog.text
     rows = [{"prompt": "1+1=", "chosen": str(n), "rejected": "no"} for n in range(9)]
     (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
     others = "rounds=null", "data.train.path=pairs.jsonl", "data.eval=null"

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 
 import datasets
@@ -449,6 +450,24 @@ def test_killed_while_old_checkpoints_are_deleted_none_is_half_there(tmp_path, m
     trainer_for("sft", tiny_model(), token_rows("sft"), tmp_path, **settings).train("auto")
     assert [path.name for path in visible(tmp_path)] == ["checkpoint-3", "checkpoint-4"]
     assert not (tmp_path / checkpoint.SAVING_FOLDER).exists()
+
+
+def test_checkpoints_of_an_earlier_run_in_the_folder_are_passed_over(tmp_path, caplog):
+    """Whatever their step is. A run without run.json, and copied folders, go by the step alone."""
+    settings = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
+    trainer_for("sft", tiny_model(), token_rows("sft"), tmp_path, max_steps=3, **settings).train()
+    for file in (tmp_path / "checkpoint-3").iterdir():
+        os.utime(file, (1e9, 1e9))
+    trainer_for("sft", tiny_model(), token_rows("sft"), tmp_path / "later", max_steps=1, **settings).train()
+    (tmp_path / "later/checkpoint-1").rename(tmp_path / "checkpoint-1")
+    assert checkpoint.find_checkpoint(tmp_path) == str(tmp_path / "checkpoint-3")
+    start = datetime.fromtimestamp((tmp_path / "checkpoint-1/trainer_state.json").stat().st_mtime - 60, UTC)
+    (tmp_path / "run.json").write_text(json.dumps({"started": start.isoformat(timespec="seconds")}))
+    with caplog.at_level(logging.WARNING, "hf_posttrain"):
+        assert checkpoint.find_checkpoint(tmp_path) == str(tmp_path / "checkpoint-1")
+    assert f"{tmp_path / 'checkpoint-3'} belongs to an earlier run in this folder. It is skipped" in caplog.text
+    os.utime(tmp_path / "run.json", (1e8, 1e8))  # from an archive: the times mean nothing
+    assert checkpoint.find_checkpoint(tmp_path) == str(tmp_path / "checkpoint-3")
 
 
 def test_incomplete_checkpoints_are_passed_over(trained, tmp_path, caplog):
