@@ -98,7 +98,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--rounds", metavar="N", type=number_type(1), help="train in N rounds on judged answers of the model itself"
     )
-    parser.add_argument("-o", metavar="FILE", dest="file", type=Path, help="recipe to write (default: METHOD.yaml)")
+    parser.add_argument(
+        "-o", "--out", metavar="FILE", dest="file", type=Path, help="recipe to write (default: METHOD.yaml)"
+    )
     parser.add_argument("--yes", action="store_true", help="use the defaults of missing options instead of asking")
     arguments = parser.parse_args(argv)
     if arguments.foreign:

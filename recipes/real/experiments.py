@@ -31,7 +31,6 @@ DATA = MODELS / "data"
 TINY = Path("recipes/tiny")
 FAST = [
     "train.max_steps=2",
-    "train.eval_steps=2",
     "train.logging_steps=1",
     "data.eval.limit=2",
     "data.train.limit=64",
