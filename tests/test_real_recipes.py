@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from hf_posttrain.commands.metrics import load_metric, measure
 from hf_posttrain.methods import METHODS, config_class
 from hf_posttrain.recipe.read import load_recipe, train_config
 from recipes.real import experiments, make_data
@@ -93,7 +94,9 @@ def test_overrides_of_an_experiment_are_those_of_recipes_that_load(name, tmp_pat
             experiments.write(experiments.Path(rest[rest.index("--out") + 1]), rows)
         elif first == "prune":
             experiments.Path(rest[-1]).mkdir()
-        metrics = dict.fromkeys(("answer_nll", "exact_match", "perplexity", "pair_accuracy"), 0.5)
+        metrics = dict.fromkeys(
+            ("answer_nll", "exact_match", "perplexity", "pair_accuracy", "stopped", "well_formed"), 0.5
+        )
         return json.dumps([{"metrics": {**metrics, "answer_nll": 2.0 if "layers" in rest[0] else 1.0}}])
 
     monkeypatch.setattr(experiments.Lab, "python", python)
@@ -130,3 +133,9 @@ def test_seconds_of_training_are_without_those_of_evaluation(tmp_path):
     (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": logs}))
     assert experiments.training_seconds(tmp_path) == 6.0
     assert experiments.speed(tmp_path) == {"minutes": 0.1}
+
+
+def test_the_share_of_well_formed_answers():
+    metric = load_metric(str(experiments.HERE / "well_formed"))
+    answers = ["2 + 2 = 4\n#### 4", "#### 1,200.5 ", "#### 4 apples", "4"]
+    assert measure("well_formed", metric, answers, answers) == {"well_formed": 0.5}

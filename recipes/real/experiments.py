@@ -38,6 +38,8 @@ FAST = [
 """Overrides that only show that everything runs."""
 ROWS = 320
 """Rows of GSM8K that a run trains on."""
+ANSWERED = 50
+"""Held-out problems of GSM8K that a model is evaluated on, one batch."""
 Row = dict[str, Any]
 Results = dict[str, list[dict[str, float]]]
 """Row of a table -> its values in each seed, by column."""
@@ -151,25 +153,14 @@ def prune(lab: Lab) -> None:
 def losses(lab: Lab, model: Path) -> dict[str, float]:
     """Return the losses of a model on held-out problems and general text, and what its greedy answers are like."""
     options = ["--apply_chat_template", "--max_completion_length", lab.limit(192), "--batch_size", 50]
+    options += ["--metrics", HERE / "well_formed"] + ([] if lab.fast else ["--limit", ANSWERED])
     heldout = lab.evaluate(model, "heldout", "--data", DATA / "gsm8k_heldout.jsonl", *options)
     general = lab.evaluate(model, "general", "--data", DATA / "general.jsonl")
     return {
         "held-out loss": heldout["answer_nll"], "exact match": heldout["exact_match"],
-        "general perplexity": general["perplexity"],
-    } | answers_of(lab, model)  # fmt: skip
-
-
-def answers_of(lab: Lab, model: Path) -> dict[str, float]:
-    """Return the shares of the greedy answers to held-out problems that end, and that end in `#### number`."""
-    prompts = ["--prompts", DATA / "gsm8k_heldout.jsonl", "--limit", lab.limit(50), "--apply_chat_template"]
-    options = ["--temperature", 0, "--max_completion_length", lab.limit(192)]
-    out = lab.home / "answers" / f"{model.name}.jsonl"
-    answers = read(lab.write("sample", model, *prompts, *options, out=out))
-    formed = [row["stopped"] and "####" in row["completion"] for row in answers]
-    return {
-        "answers that end": statistics.fmean(bool(row["stopped"]) for row in answers),
-        "well-formed answers": statistics.fmean(formed),
-    }
+        "general perplexity": general["perplexity"], "answers that end": heldout["stopped"],
+        "well-formed answers": heldout["well_formed"],
+    }  # fmt: skip
 
 
 def lora(lab: Lab) -> None:
