@@ -38,6 +38,14 @@ def common(spec: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def row_options(spec: dict[str, Any]) -> dict[str, Any]:
+    """The options of rows and their reference, which both sides have under the same names."""
+    options: dict[str, Any] = {"max_length": spec["max_length"]}
+    if spec["variant"] == "cached" and spec["method"] in ("dpo", "kto"):
+        options |= {"precompute_ref_log_probs": True}
+    return options | ({"packing": True} if spec["variant"] == "packed" else {})
+
+
 def lora(spec: dict[str, Any]) -> dict[str, Any]:
     """The adapter that both sides train, on request."""
     import peft
@@ -52,10 +60,7 @@ def ours(spec: dict[str, Any], rows: list[dict], **given: Any) -> Any:
 
     method = spec["method"]
     longest = spec.get("new_tokens", NEW_TOKENS)
-    options: dict[str, Any] = {"max_length": spec["max_length"]}
-    if spec["variant"] == "cached" and method in ("dpo", "kto"):
-        options |= {"precompute_ref_log_probs": True}
-    options |= {"packing": True} if spec["variant"] == "packed" else {}
+    options = row_options(spec)
     if spec["compile"]:
         options |= {"torch_compile": True, "torch_compile_backend": BACKENDS[spec["device"]]}
     if method == "kd":  # what GKD at lmbda 0 minimises
@@ -83,10 +88,7 @@ def trl(spec: dict[str, Any], rows: list[dict], **given: Any) -> Any:
     name = spec["method"].upper()
     longest = spec.get("new_tokens", NEW_TOKENS)
     module: Any = trl
-    options: dict[str, Any] = {"max_length": spec["max_length"]}
-    if spec["variant"] == "cached" and method in ("dpo", "kto"):
-        options |= {"precompute_ref_log_probs": True}
-    options |= {"packing": True} if spec["variant"] == "packed" else {}
+    options = row_options(spec)
     if method in ("kd", "opd"):
         given["teacher_model"] = build_model(spec, seed=1)
     if method == "kd":

@@ -77,6 +77,17 @@ def gsm8k():
     return folder
 
 
+@pytest.fixture
+def hub_home(tmp_path, monkeypatch):
+    """The current directory, in which the names of the Hub are folders with small models and rows."""
+    from hub_for_tests import at_home, make_hub  # imports transformers
+
+    make_hub(tmp_path / "hub")
+    (tmp_path / "home").mkdir()
+    at_home(tmp_path / "home", tmp_path / "hub")
+    monkeypatch.chdir(tmp_path / "home")
+
+
 @pytest.fixture(autouse=True)
 def _same_environment():
     """Launch settings that a test leaves behind (transformers and deepspeed write them) do not reach the next one, nor

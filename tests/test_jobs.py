@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hub_for_tests import at_home, make_hub, small
+from hub_for_tests import small
 from test_docs import command
 
 from hf_posttrain.recipe.read import load_recipe
@@ -17,14 +17,6 @@ from hf_posttrain.recipe.read import load_recipe
 REPOSITORY = Path(__file__).parents[1]
 JOBS = REPOSITORY / "docs" / "jobs"
 UV = JOBS / "sft_uv.py"
-
-
-@pytest.fixture
-def home(tmp_path, monkeypatch):
-    make_hub(tmp_path / "hub")
-    (tmp_path / "home").mkdir()
-    at_home(tmp_path / "home", tmp_path / "hub")
-    monkeypatch.chdir(tmp_path / "home")
 
 
 def instructions():
@@ -53,7 +45,7 @@ def test_the_image_has_the_whole_package_and_a_user_of_its_own():
     assert all("constraints.txt" in rest for rest in installs)
 
 
-def test_skypilot_starts_the_launcher(home):
+def test_skypilot_starts_the_launcher(hub_home):
     job = yaml.safe_load((JOBS / "skypilot.yaml").read_text(encoding="utf-8"))
     activate, line = job["run"].replace("\\\n", " ").strip().splitlines()
     assert activate in job["setup"]
@@ -66,7 +58,7 @@ def test_skypilot_starts_the_launcher(home):
     command(job["setup"].splitlines()[-1].removeprefix("uv "), runs=False)
 
 
-def test_kubernetes_starts_torchrun(home):
+def test_kubernetes_starts_torchrun(hub_home):
     service, job = yaml.safe_load_all((JOBS / "kubernetes.yaml").read_text(encoding="utf-8"))
     [container] = job["spec"]["template"]["spec"]["containers"]
     words = [*container["command"], *container["args"]]
@@ -82,7 +74,7 @@ def test_kubernetes_starts_torchrun(home):
     assert {mount["name"] for mount in container["volumeMounts"]} == volumes
 
 
-def test_the_file_for_uv_trains(home, monkeypatch):
+def test_the_file_for_uv_trains(hub_home, monkeypatch):
     text = UV.read_text(encoding="utf-8")
     [block] = re.findall(r"^# /// script\n((?:#.*\n)+?)# ///$", text, re.M)
     needs = tomllib.loads(re.sub(r"^# ?", "", block, flags=re.M))

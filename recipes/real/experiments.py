@@ -153,7 +153,7 @@ def prune(lab: Lab) -> None:
 def losses(lab: Lab, model: Path) -> dict[str, float]:
     """Return the losses of a model on held-out problems and general text, and what its greedy answers are like."""
     options = ["--apply_chat_template", "--max_completion_length", lab.limit(192), "--batch_size", 50]
-    options += ["--metrics", HERE / "well_formed"] + ([] if lab.fast else ["--limit", ANSWERED])
+    options += ["--metrics", HERE / "well_formed", "--limit", ANSWERED]
     heldout = lab.evaluate(model, "heldout", "--data", DATA / "gsm8k_heldout.jsonl", *options)
     general = lab.evaluate(model, "general", "--data", DATA / "general.jsonl")
     return {

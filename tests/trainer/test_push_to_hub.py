@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hub_for_tests import at_home, make_hub, small
+from hub_for_tests import small
 from hub_server_for_tests import HubServer
 from safetensors.torch import load as load_tensors
 
@@ -17,16 +17,8 @@ from hf_posttrain.recipe.read import load_recipe
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture
-def home(tmp_path, monkeypatch):
-    make_hub(tmp_path / "hub")
-    (tmp_path / "home").mkdir()
-    at_home(tmp_path / "home", tmp_path / "hub")
-    monkeypatch.chdir(tmp_path / "home")
-
-
 @pytest.mark.parametrize("recipe", ["sft_lora", "kd"])
-def test_a_run_uploads_its_model_with_a_card(recipe, home):
+def test_a_run_uploads_its_model_with_a_card(recipe, hub_home):
     overrides = [*small(load_recipe(f"recipes/{recipe}.yaml")), "train.output_dir=out", "train.push_to_hub=true"]
     overrides += ["train.hub_model_id=someone/tuned", "train.hub_private_repo=true"]
     with HubServer() as hub:
