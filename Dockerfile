@@ -34,11 +34,11 @@ COPY accelerate_configs accelerate_configs
 COPY docs docs
 RUN pip install -c constraints.txt '.[deepspeed,quant]'
 
-# jobs read and write here: docker run -v "$PWD:/work" hf_posttrain recipe.yaml
+# jobs read and write here: docker run -v "$PWD:/workspace" hf_posttrain recipe.yaml
 USER trainer
-WORKDIR /work
+WORKDIR /workspace
 # the second one is for users without a home: docker run --user
-ENV HF_HOME=/work/.cache/huggingface \
+ENV HF_HOME=/workspace/.cache/huggingface \
     TRITON_HOME=/tmp
 ENTRYPOINT ["hf-posttrain"]
 CMD ["--help"]
