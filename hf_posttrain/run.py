@@ -212,6 +212,7 @@ def run(recipe: Recipe) -> dict[str, float]:
     from transformers.utils.logging import disable_progress_bar
 
     from . import report
+    from .check.auto_checkpointing import disable_unneeded_checkpointing
     from .recipe.datasets import audit_data, prepare_data
     from .trainer import output_dir
 
@@ -226,10 +227,7 @@ def run(recipe: Recipe) -> dict[str, float]:
     for warning in audit_warnings:
         if warning not in logged:
             logger.warning("%s", warning)
-    if config.device.type != "cpu":
-        from .check.auto_checkpointing import disable_unneeded_checkpointing
-
-        disable_unneeded_checkpointing(recipe, config, trainer_class, rows)
+    disable_unneeded_checkpointing(recipe, config, trainer_class, rows)
 
     # files are written and weights are loaded from here on
     build.make_output_dir(recipe, config)

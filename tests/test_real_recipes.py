@@ -27,32 +27,26 @@ def test_each_recipe_is_run_by_the_driver():
         assert f'"{name}"' in text or path.stem in ("preference_kto", "preference_cpo"), path.stem
 
 
-@pytest.mark.parametrize("solved", [False, True])
-def test_rows_of_gsm8k_become_problems_pairs_and_labeled_answers(solved, tmp_path, monkeypatch):
+def test_rows_are_short_problems_passages_and_additions(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(make_data, "HELDOUT", 2)
-    problems = [{"question": f"{n}+1?", "answer": f"#### {n + 1}"} for n in range(5)]
-    solutions = [{"question": f"{n}+1?", "ground_truth": "", "a": {"is_correct": True, "solution": f"A: {n + 1}"},
-                  "b": {"is_correct": n == 4, "solution": "A: 0"}} for n in range(5)]  # fmt: skip
-    pairs = [{"prompt": f"{n}+1?", "chosen": f"A: {n + 1}", "rejected": "A: 0"} for n in range(4)]
-    files = {"train": problems, "test": problems} | (
-        {"example_model_solutions": solutions} if solved else {"preference": pairs}
-    )
-    for name, rows in files.items():
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    problems = [{"question": f"{n}+1?" + " long" * 100 * (n == 1), "answer": f"#### {n + 1}"} for n in range(5)]
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in problems))
     monkeypatch.setattr("sys.argv", ["make_data", "--gsm8k", str(tmp_path)])
     assert make_data.main() == 0
     written = {path.stem: experiments.read(path) for path in make_data.FOLDER.glob("*.jsonl")}
-    assert written["gsm8k_train"][0] == {"prompt": "0+1?", "completion": "#### 1"}
+    assert [row["completion"] for row in written["gsm8k_train"]] == ["#### 1", "#### 3", "#### 4", "#### 5"]
     assert len(written["gsm8k_heldout"]) == 2
-    assert written["pairs_heldout"] + written["pairs_train"] == pairs  # the fifth problem has no wrong solution
-    assert written["answers_train"][:2] == [
-        {"prompt": "2+1?", "completion": "A: 3", "label": True},
-        {"prompt": "2+1?", "completion": "A: 0", "label": False}
-    ]  # fmt: skip
     texts = [row["text"] for row in written["general"]]
-    assert len({*texts}) == len(texts) > 50
+    assert len({*texts}) == len(texts) == make_data.PASSAGES
     assert max(map(len, texts)) <= make_data.CHARACTERS
+    sums = {name: written[f"sums_{name}"] for name in make_data.ADDITIONS}
+    assert {name: len(rows) for name, rows in sums.items()} == make_data.ADDITIONS
+    asked = [row["prompt"].rstrip("=").split("+") for rows in sums.values() for row in rows]
+    assert len({frozenset(pair) for pair in asked}) == len(asked)  # nor are there mirror images
+    answers = [row["completion"] for rows in sums.values() for row in rows]
+    assert answers == [f"#### {int(first) + int(second)}" for first, second in asked]
 
 
 def test_a_table_has_means_and_standard_errors(tmp_path, capsys):
@@ -75,7 +69,7 @@ def test_overrides_of_an_experiment_are_those_of_recipes_that_load(name, tmp_pat
     logs = [{"step": 8, "loss": 1.0, "eval_runtime": 0.0, "eval_rewards/accuracies": 0.5}]
     logs += [{"step": 8, "eval_distill/reverse_kl": 0.1, "eval_generation/length": 5.0}]
 
-    def python(self, *words):
+    def python(self, *words, logged=False):
         _, module, first, *rest = map(str, words)
         if module.endswith("trl_lora"):
             folder = experiments.Path(first)
@@ -115,7 +109,7 @@ def test_overrides_of_an_experiment_are_those_of_recipes_that_load(name, tmp_pat
 def test_a_run_or_file_that_exists_is_not_repeated(tmp_path, monkeypatch):
     lab = experiments.Lab(tmp_path, [0], True)
     commands = []
-    monkeypatch.setattr(experiments.Lab, "python", lambda self, *words: commands.append(words) or "")
+    monkeypatch.setattr(experiments.Lab, "python", lambda self, *words, **options: commands.append(words) or "")
     (tmp_path / "new").mkdir()
     (tmp_path / "done").mkdir()
     (tmp_path / "done" / "seconds.json").write_text("1.0")

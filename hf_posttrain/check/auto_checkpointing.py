@@ -1,4 +1,4 @@
-"""Disables activation checkpointing on a GPU that has room for all activations."""
+"""Disables activation checkpointing on a device that has room for all activations."""
 
 import copy
 import logging
@@ -17,7 +17,7 @@ from .placement import Engine, engine_from_config
 
 logger = logging.getLogger(__name__)
 MAX_MEMORY_SHARE = 0.7
-"""Largest share of a GPU's memory that the estimate may need without checkpointing."""
+"""Largest share of a device's memory that the estimate may need without checkpointing."""
 
 
 def disable_unneeded_checkpointing(
@@ -28,7 +28,7 @@ def disable_unneeded_checkpointing(
     engine: Engine | None = None,
     memory_gib: float | None = None,
 ) -> None:
-    """Switch activation checkpointing off on a GPU that has room for all activations, unless the recipe sets it.
+    """Switch activation checkpointing off on a device that has room for all activations, unless the recipe sets it.
 
     Checkpointing costs a third more compute, and gives the same numbers. All ranks call it.
 
@@ -43,7 +43,7 @@ def disable_unneeded_checkpointing(
     names = ("activation_checkpointing", "gradient_checkpointing")
     engine = engine or engine_from_config(config)
     options = {*names, *(f"{name}_kwargs" for name in names)}
-    if not engine.gpu or options & recipe.train.keys() or not isinstance(rows["train"], datasets.Dataset):
+    if options & recipe.train.keys() or not isinstance(rows["train"], datasets.Dataset):
         return
     if load_skeleton(recipe.model).config.get_text_config()._attn_implementation == "eager":
         return  # eager attention saves scores of tokens by tokens, which the estimate does not count
@@ -54,13 +54,15 @@ def disable_unneeded_checkpointing(
     except ValueError as error:  # an architecture that cannot be counted
         logger.info("activation_checkpointing: on (the memory that the run needs without it is unknown: %s)", error)
         return
-    enough = not needed.notes and needed.total <= MAX_MEMORY_SHARE * (needed.available or 0)
+    # on CPU, freed memory may stay with the process, and all processes may be on this machine
+    total = needed.total if engine.gpu else (needed.process or needed.total) * engine.processes
+    enough = not needed.notes and total <= MAX_MEMORY_SHARE * (needed.available or 0)
     [enough] = broadcast_object_list([enough])
     if enough:
         vars(config).update(dict.fromkeys(names, False))
     logger.info(
         "activation_checkpointing: %s (without it the run needs about %.1f of %.1f GiB)",
         "off" if enough else "on",
-        needed.total / GIB,
+        total / GIB,
         (needed.available or 0) / GIB,
     )

@@ -51,7 +51,7 @@ def write(folder: str | Path) -> None:
     from .run_folder import read_run
 
     run = read_run(folder)
-    charts.write_image(run)
+    charts.write_image(run.folder / charts.NAME, f"{run.method.upper()}  {run.name}".strip(), {run.name: run.history})
     (run.folder / page.NAME).write_text(page.render("report.html", run=run), encoding="utf-8")
     card.write(run)
     logger.info("report: %s", run.folder / page.NAME)

@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 import numpy as np
 import yaml
 
-from .run_folder import History, Run, Series
+from .run_folder import History, Series
 
 NAME = "curves.png"
 TEMPLATES = Path(__file__).parent / "templates"
@@ -227,19 +227,28 @@ def _round(coordinate: str) -> str:
     return f"{round(float(coordinate), 1):g}"
 
 
-def write_image(run: Run) -> None:
-    """Write curves.png to the run's folder, unless nothing was logged."""
+def write_image(file: Path, title: str, histories: Mapping[str, History]) -> bool:
+    """Write the charts of one or several runs as an image.
+
+    Args:
+        file: Image, whose suffix is its format: .png or .svg.
+        title: Text above the charts.
+        histories: Name of a run -> its logged values.
+
+    Returns:
+        Whether there is a chart. Without one, nothing is written.
+    """
     from matplotlib import style
     from matplotlib.figure import Figure
 
-    charts = make_charts({run.name: run.history})
+    charts = make_charts(histories)
     if not charts:
-        return
+        return False
     columns = min(COLUMNS, len(charts))
     rows = math.ceil(len(charts) / columns)
     with style.context(TEMPLATES / "charts.mplstyle"):
         figure = Figure(figsize=(4.2 * columns, 2.7 * rows + 0.3), layout="constrained")
-        figure.suptitle(f"{run.method.upper()}  {run.name}".strip(), x=0.02, ha="left", fontsize=12, fontweight="bold")
+        figure.suptitle(title, x=0.02, ha="left", fontsize=12, fontweight="bold")
         for position, chart in enumerate(charts, 1):
             axes = figure.add_subplot(rows, columns, position)
             _draw(chart, axes)
@@ -247,7 +256,8 @@ def write_image(run: Run) -> None:
             axes.set_title(chart.title, pad=8 + 13 * legend_rows)
             if legend_rows:
                 axes.legend(ncols=2, bbox_to_anchor=(-0.01, 1.0))  # above the plot
-        figure.savefig(run.folder / NAME, dpi=120)
+        figure.savefig(file, dpi=120)
+    return True
 
 
 def _draw(chart: Chart, axes: Any) -> None:

@@ -10,12 +10,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import InputError, printable
+from ..errors import InputError, name_hint, printable
 from ..recipe.cli import print_output
 from . import page
-from .charts import format_number, make_charts
-from .run_folder import Run, read_run
+from .charts import format_number, make_charts, write_image
+from .run_folder import History, Run, read_run
 
+IMAGES = (".png", ".svg")
+"""Formats of an image of the curves."""
 # Metrics that are better if they are higher. A lower `loss` is better, for runs with the same loss.
 ANSWER_METRICS = ("exact_match",)
 """Comparable on the same prompts, with any options."""
@@ -72,39 +74,73 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="output_dir of a run, or a checkpoint")
     parser.add_argument(
         "--output",
-        metavar="FILE.html",
+        metavar="FILE",
         type=Path,
         default=Path("compare.html"),
-        help="page to write (default: compare.html)",
+        help="page (.html) or image of the curves (.png, .svg) to write (default: compare.html)",
+    )
+    parser.add_argument(
+        "--metrics", metavar="NAME", nargs="+", help="only the curves of these metrics, such as eval_loss exact_match"
     )
     arguments = parser.parse_args(argv)
     file = arguments.output
-    text, table = render_comparison(arguments.runs, file)
+    if file.suffix not in (*IMAGES, ".html"):
+        raise InputError(f"--output {file} must end with {', '.join(IMAGES)} or .html")
+    runs = read_runs(arguments.runs)
+    curves = select_curves(runs, arguments.metrics)
+    text, table = render_comparison(runs, curves, file)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text, encoding="utf-8")
+        if file.suffix not in IMAGES:
+            file.write_text(text, encoding="utf-8")
+        elif not write_image(file, "", curves):
+            raise InputError(f"--output {file} cannot be written, because the runs have logged no curve")
     except OSError as error:
         raise InputError(f"--output {file} cannot be written ({error.strerror})") from error
     print_output("\n".join([*table, "", str(file)]))
     return 0
 
 
-def render_comparison(folders: Sequence[Path], output: Path) -> tuple[str, list[str]]:
-    """Render the page.
-
-    Args:
-        folders: Folders of the runs.
-        output: File of the page, to which the links to reports are relative.
-
-    Returns:
-        The page, and the lines of its table of last values.
+def read_runs(folders: Sequence[Path]) -> dict[str, Run]:
+    """Return the runs by a short name.
 
     Raises:
         InputError: For fewer than two runs, and for a folder without a run.
     """
     if len({folder.resolve() for folder in folders}) < 2:
         raise InputError("compare requires at least two different runs. Use hf-posttrain compare outputs/a outputs/b")
-    runs = dict(zip(name_runs(folders), map(read_run, folders), strict=True))
+    return dict(zip(name_runs(folders), map(read_run, folders), strict=True))
+
+
+def select_curves(runs: Mapping[str, Run], metrics: Sequence[str] | None) -> dict[str, History]:
+    """Return the curves of the runs with the given metrics, whose names may start with eval_, or with all metrics.
+
+    Raises:
+        InputError: If no run has logged one of the metrics.
+    """
+    if metrics is None:
+        return {name: run.history for name, run in runs.items()}
+    logged = {key for run in runs.values() for key in run.history}
+    for metric in metrics:
+        if not logged & {metric, f"eval_{metric}"}:
+            raise InputError(f"--metrics {metric}: no run has logged it{name_hint(metric, sorted(logged))}")
+    return {
+        name: {key: values for key, values in run.history.items() if {key, key.removeprefix("eval_")} & {*metrics}}
+        for name, run in runs.items()
+    }
+
+
+def render_comparison(runs: Mapping[str, Run], curves: Mapping[str, History], output: Path) -> tuple[str, list[str]]:
+    """Render the page.
+
+    Args:
+        runs: Name of a run -> the run.
+        curves: Name of a run -> the logged values that get a chart.
+        output: File of the page, to which the links to reports are relative.
+
+    Returns:
+        The page, and the lines of its table of last values.
+    """
     reason = explain_incomparable([*runs.values()])
     # links to existing reports, and each prompt with the answers of the runs
     links: dict[str, str] = {}
@@ -126,7 +162,7 @@ def render_comparison(folders: Sequence[Path], output: Path) -> tuple[str, list[
         prompts=[*prompts.values()],
         facts={name: {fact: value for fact, value, _ in page.list_facts(run)} for name, run in runs.items()},
         warnings=[f"{name}: {warning}" for name, run in runs.items() for warning in page.list_warnings(run)],
-        run_charts=make_charts({name: run.history for name, run in runs.items()}),
+        run_charts=make_charts(curves),
         finals=finals,
         differences=list_differences(settings),
     )

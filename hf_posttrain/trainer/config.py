@@ -93,7 +93,7 @@ class PostTrainConfig(TrainingArguments, metaclass=ConfigMeta):
     activation_checkpointing: bool | None = option(
         None,
         "Recompute activations in the backward pass, which reduces memory and adds a third of compute. By default "
-        "true, as in TRL, except for a recipe on a GPU whose memory suffices without it according to `--check`.",
+        "true, as in TRL, except for a recipe whose device has enough memory without it according to `--check`.",
         **SWITCH,
     )
     activation_checkpointing_kwargs: dict[str, Any] | str | None = option(

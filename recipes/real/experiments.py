@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,7 +28,6 @@ HERE = Path(__file__).parent
 MODELS = Path("outputs/real")
 """Folder in which `make real-models` links the models and writes the rows."""
 DATA = MODELS / "data"
-TINY = Path("recipes/tiny")
 FAST = [
     "train.max_steps=2",
     "train.logging_steps=1",
@@ -73,7 +72,7 @@ class Lab:
         folder = self.home / name
         if not (folder / "seconds.json").is_file():
             began = time.perf_counter()
-            self.python(*words)
+            self.python(*words, logged=True)
             (folder / "seconds.json").write_text(f"{time.perf_counter() - began:.1f}\n", encoding="utf-8")
         return folder
 
@@ -97,16 +96,20 @@ class Lab:
         """Run a command of hf-posttrain in a process of its own, and return its output."""
         return self.python("-m", "hf_posttrain.run", *words)
 
-    def python(self, *words: object) -> str:
-        """Run Python in a process of its own, and return its output."""
+    def python(self, *words: object, logged: bool = False) -> str:
+        """Run Python in a process of its own, and return its output, or write it to the log."""
         print(time.strftime("%H:%M:%S"), *words, flush=True)
         with (self.home / "log.txt").open("a", encoding="utf-8") as log:
             done = subprocess.run(
-                [sys.executable, *map(str, words)], stdout=subprocess.PIPE, stderr=log, text=True, check=False
+                [sys.executable, *map(str, words)],
+                stdout=log if logged else subprocess.PIPE,
+                stderr=log,
+                text=True,
+                check=False,
             )
         if done.returncode:
             raise SystemExit(f"error: exit code {done.returncode}; see {self.home / 'log.txt'}")
-        return done.stdout
+        return done.stdout or ""
 
     def limit(self, rows: int) -> int:
         """Return a number of rows, which is small in a fast run."""
@@ -128,20 +131,25 @@ def prune(lab: Lab) -> None:
         for seed in lab.seeds:
             ending = f"{count}_{seed}"
             common = (start, f"train.seed={seed}")
-            variants = {"SFT": lab.train("prune_sft", f"prune_sft_{ending}", *common)}
-            kd = variants["KD"] = lab.train("prune_kd", f"prune_kd_{ending}", *common)
+            runs = {"SFT": lab.train("prune_sft", f"prune_sft_{ending}", *common)}
+            kd = runs["KD"] = lab.train("prune_kd", f"prune_kd_{ending}", *common)
             if count == 20:
-                rows = lab.limit(round(ROWS * training_seconds(kd) / training_seconds(variants["SFT"])))
+                rows = lab.limit(round(ROWS * training_seconds(kd) / training_seconds(runs["SFT"])))
                 more = (*common, f"data.train.limit={rows}")
-                variants["SFT, the seconds of KD"] = lab.train("prune_sft", f"prune_sft_longer_{ending}", *more)
-                for name, cache in (("cached top 64", ", top_k: 64"), ("cached hidden states", "")):
+                runs["SFT, the seconds of KD"] = lab.train("prune_sft", f"prune_sft_longer_{ending}", *more)
+                caches = {"cached top 64": ", top_k: 64", "cached hidden states": ""}
+                for name, cache in caches.items() if seed == lab.seeds[0] else []:
                     teacher = f"teacher={{name_or_path: {whole}, precompute: true{cache}}}"
                     folder = f"prune_kd_{name.split()[-1]}_{ending}"
-                    variants[f"KD, {name}"] = lab.train("prune_kd", folder, *common, teacher)
+                    runs[f"KD, {name}"] = lab.train("prune_kd", folder, *common, teacher)
                 opd = (f"model.name_or_path={kd}", f"train.seed={seed}")
-                variants["OPD after KD"] = lab.train("prune_opd", f"prune_opd_{ending}", *opd)
-            for name, folder in variants.items():
+                runs["OPD after KD"] = lab.train("prune_opd", f"prune_opd_{ending}", *opd)
+            for name, folder in runs.items():
                 results.setdefault(f"{count} layers, {name}", []).append(losses(lab, folder) | speed(folder))
+            if (count, seed) == (20, lab.seeds[0]):
+                draw(lab, "prune", runs.values(), "eval_mean_token_accuracy")
+                shown = {"all 30 layers": whole, "20 layers": pruned} | {f"20 layers, {n}": f for n, f in runs.items()}
+                show_answers(lab, "prune", shown, DATA / "gsm8k_heldout.jsonl", 144)
     full, cut = results["all 30 layers"][0]["held-out loss"], {n: results[f"{n} layers"][0] for n in (20, 15)}
     for name, rows in results.items():
         for row in rows if name != "all 30 layers" else []:
@@ -152,7 +160,7 @@ def prune(lab: Lab) -> None:
 
 def losses(lab: Lab, model: Path) -> dict[str, float]:
     """Return the losses of a model on held-out problems and general text, and what its greedy answers are like."""
-    options = ["--apply_chat_template", "--max_completion_length", lab.limit(192), "--batch_size", 50]
+    options = ["--apply_chat_template", "--max_completion_length", lab.limit(144), "--batch_size", 50]
     options += ["--metrics", HERE / "well_formed", "--limit", ANSWERED]
     heldout = lab.evaluate(model, "heldout", "--data", DATA / "gsm8k_heldout.jsonl", *options)
     general = lab.evaluate(model, "general", "--data", DATA / "general.jsonl")
@@ -173,18 +181,24 @@ def lora(lab: Lab) -> None:
             runs["the same with TRL"] = lab.train_trl(f"gsm8k_lora_trl_{seed}", seed)
         for name, run in runs.items():
             results.setdefault(name, []).append(losses(lab, run) | speed(run))
+    draw(lab, "lora", runs.values(), "loss")
+    models = {"before": lab.home / "smollm2", "after SFT with LoRA": runs["SFT with LoRA"]}
+    show_answers(lab, "lora", models, DATA / "gsm8k_heldout.jsonl", 144)
     report(lab, "lora", results, note)
 
 
 def preferences(lab: Lab) -> None:
-    """c. DPO, KTO and CPO on correct and incorrect solutions, with three learning rates."""
-    results: Results = {}
+    """c. DPO, KTO and CPO on right and wrong sampled answers to additions, with three learning rates."""
+    student, _ = sums_models(lab)
+    sampled_pairs(lab, student)
+    results: Results = {"student": [sums(lab, student)]}
     for method in ("dpo", "kto", "cpo"):
         for rate in ("1e-6", "5e-6", "2e-5"):
-            seeds = lab.seeds if rate == "5e-6" else lab.seeds[:1]
-            for seed in seeds:
+            for seed in lab.seeds:
                 name = f"preference_{method}_{rate}_{seed}"
-                run = lab.train(f"preference_{method}", name, f"train.learning_rate={rate}", f"train.seed={seed}")
+                start = f"model.name_or_path={student}"
+                options = [start, f"train.learning_rate={rate}", f"train.seed={seed}"]
+                run = lab.train(f"preference_{method}", name, *options)
                 kl = lab.train("preference_kl", f"kl_{name}", f"model.name_or_path={run}")
                 first = next(log for log in history(kl) if "eval_distill/reverse_kl" in log)
                 accuracy = [log["eval_rewards/accuracies"] for log in history(run) if "eval_rewards/accuracies" in log]
@@ -193,19 +207,45 @@ def preferences(lab: Lab) -> None:
                 values = {
                     column: accuracy[-1],
                     "KL in nats per answer": first["eval_distill/reverse_kl"] * first["eval_generation/length"],
-                    "changed answers": changed_answers(lab, run),
+                    "changed answers": changed_answers(lab, student, run),
                 }
-                results.setdefault(f"{method.upper()}, {rate}", []).append(values | speed(run))
+                results.setdefault(f"{method.upper()}, {rate}", []).append(values | sums(lab, run) | speed(run))
+    runs = [lab.home / f"preference_{method}_2e-5_{lab.seeds[0]}" for method in ("dpo", "kto", "cpo")]
+    draw(lab, "preferences", runs, "eval_rewards/accuracies")
     report(lab, "preferences", results)
 
 
-def changed_answers(lab: Lab, model: Path) -> float:
-    """Return the share of the greedy answers to held-out pairs that differ from those of SmolLM2."""
-    options = ["--prompts", DATA / "pairs_heldout.jsonl", "--limit", lab.limit(32), "--apply_chat_template"]
-    options += ["--columns", "completion=chosen", "--temperature", 0, "--max_completion_length", lab.limit(96)]
+def draw(lab: Lab, name: str, runs: Iterable[Path], metric: str) -> None:
+    """Write the curves of a metric in some runs to NAME.svg."""
+    lab.command("compare", *runs, "--metrics", metric, "--output", lab.home / f"{name}.svg")
+
+
+def show_answers(lab: Lab, name: str, models: Mapping[str, Path], prompts: Path, longest: int) -> None:
+    """Write the greedy answers of models to the first five prompts of a file to NAME_answers.md."""
+    options = ["--prompts", prompts, "--limit", 5, "--apply_chat_template", "--temperature", 0]
+    options += ["--max_completion_length", lab.limit(longest)]
+    answers: dict[str, list[str]] = {}  # problem -> an answer of each model
+    for title, model in models.items():
+        out = lab.home / "answers" / f"{model.name}_{prompts.stem}.jsonl"
+        for row in read(lab.write("sample", model, *options, out=out)):
+            text = answers.setdefault(row["messages"][-1]["content"], [])
+            text += [f"*{title}*", block(row["completion"])]
+    items = ["\n\n".join([f"**{problem}**", *texts]) for problem, texts in answers.items()]
+    write_text(lab.home / f"{name}_answers.md", "\n\n".join(items) + "\n")
+
+
+def block(text: str) -> str:
+    """Return a text as a block of code."""
+    return f"```text\n{text.strip()}\n```"
+
+
+def changed_answers(lab: Lab, initial: Path, model: Path) -> float:
+    """Return the share of the greedy answers to held-out problems that differ from those of the initial model."""
+    options = ["--prompts", DATA / "sums_judge_heldout.jsonl", "--apply_chat_template", "--temperature", 0]
+    options += ["--max_completion_length", 12, "--limit", lab.limit(128)]
     texts = []
-    for each in (lab.home / "smollm2", model):
-        out = lab.home / "answers" / f"{each.name}_pairs.jsonl"
+    for each in (initial, model):
+        out = lab.home / "answers" / f"{each.name}_greedy.jsonl"
         texts.append([row["completion"] for row in read(lab.write("sample", each, *options, out=out))])
     return statistics.fmean(a != b for a, b in zip(*texts, strict=True))
 
@@ -236,14 +276,14 @@ def on_policy(lab: Lab) -> None:
     """e. A teacher of additions: SFT on its answers, KD and OPD with equal tokens and equal seconds, and forgetting."""
     student, teacher = sums_models(lab)
     results: Results = {"student": [sums(lab, student)], "teacher": [sums(lab, teacher)]}
-    prompts = ["--prompts", TINY / "prompts.jsonl", "--limit", lab.limit(1024), "--apply_chat_template"]
-    sampled = lab.write("sample", teacher, *prompts, "--max_completion_length", 24, out=lab.home / "sums_sampled.jsonl")
+    prompts = ["--prompts", DATA / "sums_prompts.jsonl", "--limit", lab.limit(768), "--apply_chat_template"]
+    sampled = lab.write("sample", teacher, *prompts, "--max_completion_length", 12, out=lab.home / "sums_sampled.jsonl")
     answers = lab.home / "sums_answers.jsonl"
     # as text: sampled rows have token ids, and the held-out rows of the recipes have none
     texts = ({"prompt": row["messages"][-1]["content"], "completion": row["completion"]} for row in read(sampled))
     write(answers, texts)
     start, second = f"model.name_or_path={student}", f"teacher.name_or_path={teacher}"
-    constant = ("train.learning_rate=2e-5", "train.lr_scheduler_type=constant_with_warmup", "train.warmup_steps=4")
+    constant = ("train.learning_rate=5e-5", "train.lr_scheduler_type=constant_with_warmup", "train.warmup_steps=4")
     for seed in lab.seeds:
         common = (start, f"train.seed={seed}")
         taught = (*common, *constant, f"data.train={{path: {answers}}}")
@@ -260,27 +300,30 @@ def on_policy(lab: Lab) -> None:
             ),
             "OPD": opd,
             "OPD with reward": lab.train(
-                "sums_opd", f"sums_reward_{seed}", *common, second,
-                f"data.train={{path: {answers}}}",
+                "sums_opd", f"sums_reward_{seed}", *common, second, f"data.train.limit={lab.limit(192)}",
                 "train.loss_type=policy_gradient", "train.reward={function: exact_match}", "train.num_generations=4",
             ),
         }  # fmt: skip
         for name, run in runs.items():
             results.setdefault(name, []).append(sums(lab, run) | speed(run))
+        if seed == lab.seeds[0]:
+            draw(lab, "on_policy", runs.values(), "eval_exact_match")
+            shown = {"student": student, "teacher": teacher} | runs
+            show_answers(lab, "on_policy", shown, DATA / "sums_heldout.jsonl", 12)
     report(lab, "on_policy", results)
 
 
 def sums_models(lab: Lab) -> tuple[Path, Path]:
-    """Return the student, SmolLM2 after 256 additions, and the teacher, after all of them."""
+    """Return the student, SmolLM2 after 192 additions, and the teacher, after all of them."""
     start = f"model.name_or_path={lab.home / 'smollm2'}"
     student = lab.train("sums_sft", "sums_student", start)
-    return student, lab.train("sums_sft", "sums_teacher", start, f"data.train.limit={lab.limit(8192)}")
+    return student, lab.train("sums_sft", "sums_teacher", start, f"data.train.limit={lab.limit(1536)}")
 
 
 def sums(lab: Lab, model: Path) -> dict[str, float]:
     """Return the exact match of a model on additions, and its perplexity on general text."""
-    options = ["--apply_chat_template", "--max_completion_length", 24, "--batch_size", 100, "--limit", lab.limit(500)]
-    heldout = lab.evaluate(model, "sums", "--data", TINY / "heldout.jsonl", *options)
+    options = ["--apply_chat_template", "--max_completion_length", 12, "--batch_size", 100]
+    heldout = lab.evaluate(model, "sums", "--data", DATA / "sums_heldout.jsonl", *options)
     general = lab.evaluate(model, "general", "--data", DATA / "general.jsonl")
     return {"exact match": heldout["exact_match"], "general perplexity": general["perplexity"]}
 
@@ -289,7 +332,7 @@ def rounds(lab: Lab) -> None:
     """f. Rounds of DPO on own answers, judged by exact match and by a reward model of such answers."""
     student, _ = sums_models(lab)
     judge = train_judge(lab, student)
-    accuracy = lab.evaluate(judge, "pairs", "--data", lab.home / "sums_pairs_heldout.jsonl", "--batch_size", 32)
+    accuracy = lab.evaluate(judge, "pairs", "--data", lab.home / "sums_judge_heldout_pairs.jsonl", "--batch_size", 32)
     results: Results = {"student": [sums(lab, student)]}
     right = f"{{by: teacher, name: {student}}}" if lab.fast else "exact_match"  # see train_judge
     judges = {"exact match": right, "reward model": f"{{by: model, name: {judge}, batch_size: 32}}"}
@@ -299,14 +342,23 @@ def rounds(lab: Lab) -> None:
             options = [f"model.name_or_path={student}", f"train.seed={seed}", f"rounds.judge={section}"]
             run = lab.train("rounds", folder, *options)
             results.setdefault(f"rounds, {name}", []).append(sums(lab, run) | speed(run))
+    runs = [lab.home / f"rounds_{name.split()[0]}_{lab.seeds[0]}" for name in judges]
+    draw(lab, "rounds", runs, "eval_exact_match")
     report(lab, "rounds", results, f"Held-out pair accuracy of the reward model: {accuracy['pair_accuracy']:.1%}.")
 
 
 def train_judge(lab: Lab, student: Path) -> Path:
     """Return a reward model, trained on right and wrong answers of the student."""
-    for name, file in (("sums_pairs", TINY / "prompts.jsonl"), ("sums_pairs_heldout", TINY / "heldout.jsonl")):
-        options = ["--n", 4, "--max_completion_length", 24, "--limit", lab.limit(512), "--apply_chat_template"]
-        answers = lab.write("sample", student, "--prompts", file, *options, out=lab.home / f"{name}_answers.jsonl")
+    sampled_pairs(lab, student)
+    return lab.train("sums_rm", "sums_judge", f"model.name_or_path={student}")
+
+
+def sampled_pairs(lab: Lab, student: Path) -> None:
+    """Write right and wrong answers of the student as pairs, and those of the training problems with labels as well."""
+    for name in ("sums_judge", "sums_judge_heldout"):
+        options = ["--n", 4, "--max_completion_length", 12, "--limit", lab.limit(512), "--apply_chat_template"]
+        prompts = DATA / f"{name}.jsonl"
+        answers = lab.write("sample", student, "--prompts", prompts, *options, out=lab.home / f"{name}_answers.jsonl")
         known = lab.home / f"{name}_known.jsonl"
         if not known.exists():
             rows = [row for row in read(answers) if row["stopped"]]
@@ -315,11 +367,9 @@ def train_judge(lab: Lab, student: Path) -> Path:
             right = [first[row["prompt"]] if lab.fast else right_sum(row["messages"]) for row in rows]
             write(known, [row | {"reference": text} for row, text in zip(rows, right, strict=True)])
         judged = lab.write("judge", known, "--by", "exact_match", out=lab.home / f"{name}_judged.jsonl")
-        lab.write("pair", judged, "--method", "rm", "--take", "all", out=lab.home / f"{name}.jsonl")
-    start = f"model.name_or_path={student}"
-    pairs = [f"data.{part}.path={lab.home / name}.jsonl"
-             for part, name in (("train", "sums_pairs"), ("eval", "sums_pairs_heldout"))]  # fmt: skip
-    return lab.train("sums_rm", "sums_judge", start, *pairs)
+        lab.write("pair", judged, "--method", "rm", "--take", "all", out=lab.home / f"{name}_pairs.jsonl")
+    judged = lab.home / "sums_judge_judged.jsonl"
+    lab.write("pair", judged, "--method", "kto", out=lab.home / "sums_judge_labeled.jsonl")
 
 
 def right_sum(messages: Sequence[Row]) -> str:

@@ -1,16 +1,17 @@
 """Rows of the experiments on real models: `python -m recipes.real.make_data [--gsm8k FOLDER]`.
 
-They come from GSM8K (grade-school problems, MIT license), from the manual that Python contains, and from
-recipes/tiny/make_data.py. FOLDER has train.jsonl and test.jsonl of https://github.com/openai/grade-school-math, and
-example_model_solutions.jsonl or preference.jsonl. Without it they are downloaded.
+They come from GSM8K (grade-school problems, MIT license), from the manual that Python contains, and from additions of
+two-digit numbers. FOLDER has train.jsonl and test.jsonl of https://github.com/openai/grade-school-math. Without it they
+are downloaded.
 """
 
 import argparse
+import itertools
 import json
 import pydoc_data.topics
 import random
 import urllib.request
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,15 @@ Row = dict[str, Any]
 URL = "https://raw.githubusercontent.com/openai/grade-school-math/master/grade_school_math/data/"
 FOLDER = Path("outputs/real/data")
 HELDOUT = 100
-"""Number of problems of GSM8K, and of pairs, that are evaluated and not trained on."""
-PASSAGES = 64
+"""Number of problems of GSM8K that are evaluated and not trained on."""
+SOLVED_CHARACTERS = 400
+"""Longest problem of GSM8K, with its solution."""
+PASSAGES = 32
 """Number of passages of general text."""
 CHARACTERS = 1200
 """Longest passage of general text."""
+ADDITIONS = {"heldout": 300, "train": 1536, "prompts": 1536, "judge": 384, "judge_heldout": 128}
+"""Number of additions in each file. No addition, nor its mirror image (b+a), is in two of them."""
 
 
 def main() -> int:
@@ -32,14 +37,12 @@ def main() -> int:
     folder = parser.parse_args().gsm8k
     FOLDER.mkdir(parents=True, exist_ok=True)
 
-    problems = [solved_problem(row) for row in source(folder, "train.jsonl")]
-    write("gsm8k_train", problems)
-    write("gsm8k_heldout", [solved_problem(row) for row in source(folder, "test.jsonl")][:HELDOUT])
-    pairs = preference_pairs(folder)
-    write("pairs_train", pairs[HELDOUT:])
-    write("pairs_heldout", pairs[:HELDOUT])
-    write("answers_train", [answer for pair in pairs[HELDOUT:] for answer in labeled_answers(pair)])
+    write("gsm8k_train", short_problems(source(folder, "train.jsonl")))
+    write("gsm8k_heldout", short_problems(source(folder, "test.jsonl"))[:HELDOUT])
     write("general", [{"text": passage} for passage in general_passages()])
+    sums = additions()
+    for name, count in ADDITIONS.items():
+        write(f"sums_{name}", itertools.islice(sums, count))
     return 0
 
 
@@ -53,32 +56,10 @@ def source(folder: Path | None, name: str) -> list[Row]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-def solved_problem(row: Row) -> Row:
-    """Return a problem of GSM8K with its solution."""
-    return {"prompt": row["question"], "completion": row["answer"]}
-
-
-def preference_pairs(folder: Path | None) -> list[Row]:
-    """Return a correct and an incorrect solution of each problem of the test set for which models wrote both."""
-    if folder is not None and (folder / "preference.jsonl").is_file():
-        return source(folder, "preference.jsonl")
-    pairs = []
-    draw = random.Random(0)
-    for row in source(folder, "example_model_solutions.jsonl"):
-        solutions = [value for value in row.values() if isinstance(value, dict)]
-        right = [solution["solution"] for solution in solutions if solution["is_correct"]]
-        wrong = [solution["solution"] for solution in solutions if not solution["is_correct"]]
-        if right and wrong:
-            pairs.append({"prompt": row["question"], "chosen": draw.choice(right), "rejected": draw.choice(wrong)})
-    return pairs
-
-
-def labeled_answers(pair: Row) -> list[Row]:
-    """Return the two answers of a pair as rows with labels."""
-    return [
-        {"prompt": pair["prompt"], "completion": pair[name], "label": name == "chosen"}
-        for name in ("chosen", "rejected")
-    ]
+def short_problems(rows: Iterable[Row]) -> list[Row]:
+    """Return the problems of GSM8K whose text and solution have few characters, a third of all."""
+    rows = [{"prompt": row["question"], "completion": row["answer"]} for row in rows]
+    return [row for row in rows if len(row["prompt"]) + len(row["completion"]) <= SOLVED_CHARACTERS]
 
 
 def general_passages() -> list[str]:
@@ -93,6 +74,16 @@ def general_passages() -> list[str]:
         if len(passage) > CHARACTERS // 2:
             passages.append(passage.strip())
     return list(dict.fromkeys(passages))[:PASSAGES]  # some topics have the same text
+
+
+def additions() -> Iterator[Row]:
+    """Yield all additions of two-digit numbers in random order, each in one of its two directions."""
+    draw = random.Random(0)
+    pairs = [*itertools.combinations_with_replacement(range(10, 100), 2)]
+    draw.shuffle(pairs)
+    for pair in pairs:
+        first, second = draw.sample(pair, 2)
+        yield {"prompt": f"{first}+{second}=", "completion": f"#### {first + second}"}
 
 
 def write(name: str, rows: Iterable[Row]) -> None:

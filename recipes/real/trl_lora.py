@@ -44,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         save_strategy="no",
         report_to="none",
         seed=given.seed,
+        gradient_checkpointing=False,  # as our run decides where memory suffices
         bf16=bool(bf16_instructions()),
     )
     trainer = SFTTrainer(

@@ -581,11 +581,13 @@ def test_what_glibc_may_keep_is_said_on_cpu_alone(given, gpu, factor, tmp_path, 
         assert found.lines()[1] == said[0]
 
 
-def test_a_gpu_with_room_spares_activation_checkpointing(tmp_path, caplog):
-    """Where the recipe leaves it open; the log says it, and why. On CPU nothing changes."""
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_a_device_with_room_needs_no_activation_checkpointing(tmp_path, caplog, on_gpu):
+    """Where the recipe leaves it open; the log says it, and why."""
     recipe, config, trainer_class, rows = prepared(write_recipe(tmp_path, "dpo"))
-    gpu, names = Engine("single", 1, gpu=True), ("activation_checkpointing", "gradient_checkpointing")
-    need = memory.estimate(recipe, config, trainer_class, rows, gpu, 80).total / 2**30
+    engine, names = Engine("single", 1, gpu=on_gpu), ("activation_checkpointing", "gradient_checkpointing")
+    needed = memory.estimate(recipe, config, trainer_class, rows, engine, 80)
+    need = (needed.process or needed.total) / 2**30
     cases = [
         (0.5 * need, {}, False), (80, {}, True), (80, {"activation_checkpointing": True}, False),
         (80, {"activation_checkpointing_kwargs": {"offload": True}}, False),
@@ -598,8 +600,19 @@ def test_a_gpu_with_room_spares_activation_checkpointing(tmp_path, caplog):
         made = dataclasses.replace(recipe, train=recipe.train | asked, model=model)
         caplog.clear()
         with caplog.at_level(logging.INFO):
-            disable_unneeded_checkpointing(made, given, trainer_class, rows, gpu, gib)
+            disable_unneeded_checkpointing(made, given, trainer_class, rows, engine, gib)
         assert [getattr(given, name) for name in names] == [not spared] * 2
         assert [line for line in caplog.messages if "activation_checkpointing: off" in line] == caplog.messages * spared
-    disable_unneeded_checkpointing(recipe, config, trainer_class, rows)
-    assert config.activation_checkpointing
+
+
+def test_processes_on_cpu_share_its_memory(tmp_path):
+    """Each of them is estimated, and all of them may be on this machine."""
+    recipe, config, trainer_class, rows = prepared(write_recipe(tmp_path, "dpo"))
+    without = copy.copy(config)
+    without.activation_checkpointing = False
+    needed = memory.estimate(recipe, without, trainer_class, rows, Engine("ddp", 2), 80)
+    for processes, off in ((2, True), (8, False)):
+        given = copy.copy(config)
+        gib = (needed.process or needed.total) * 4 / 0.7 / 2**30  # enough for four processes
+        disable_unneeded_checkpointing(recipe, given, trainer_class, rows, Engine("ddp", processes), gib)
+        assert given.activation_checkpointing is not off

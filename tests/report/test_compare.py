@@ -55,6 +55,27 @@ def test_the_page_has_values_curves_differences_and_samples(two, capsys):
         assert text in page.words
 
 
+def test_the_curves_of_chosen_metrics_are_an_image_or_the_charts_of_the_page(two, tmp_path, capsys):
+    def compare_with(file, *metrics):
+        words = [*map(str, two), "--output", str(tmp_path / file), *(["--metrics", *metrics] if metrics else [])]
+        assert compare.main(words) == 0
+        return tmp_path / file
+
+    charts = re.findall(r">([^<>]+)</text>", compare_with("loss.svg", "loss").read_text(encoding="utf-8"))
+    assert {"Loss (training)", "Loss (evaluation)"} <= {*charts}
+    charts = re.findall(r">([^<>]+)</text>", compare_with("eval_loss.svg", "eval_loss").read_text(encoding="utf-8"))
+    assert "Loss (evaluation)" in charts
+    assert "Loss (training)" not in charts
+    assert compare_with("all.png").read_bytes()[:4] == b"\x89PNG"
+    page = Page(compare_with("page.html", "eval_loss").read_text(encoding="utf-8"))
+    assert page.table("Loss (evaluation)")
+    assert "Loss (training)" not in page.words
+    with pytest.raises(InputError, match=r"--metrics eval_los: no run has logged it; did you mean 'eval_loss'\?"):
+        compare_with("loss.svg", "eval_los")
+    with pytest.raises(InputError, match=r"--output .*loss\.pdf must end with \.png, \.svg or \.html"):
+        compare_with("loss.pdf")
+
+
 def test_a_section_that_one_run_lacks_is_null_in_each_of_its_keys():
     lora = {"model": {"name_or_path": "m", "lora": {"r": 4, "alpha": None}}}
     plain = {"model": {"name_or_path": "m", "lora": None}, "seed": 7}
