@@ -53,6 +53,7 @@ COMMANDS = {
     **{
         name: f"hf_posttrain.commands.{name}"
         for name in (
+            "card",
             "chat",
             "data",
             "docs",
