@@ -147,7 +147,7 @@ def prune(lab: Lab) -> None:
             for name, folder in runs.items():
                 results.setdefault(f"{count} layers, {name}", []).append(losses(lab, folder) | speed(folder))
             if (count, seed) == (20, lab.seeds[0]):
-                draw(lab, "prune", runs.values(), "eval_mean_token_accuracy")
+                draw(lab, "prune", [f for name, f in runs.items() if name.startswith("KD")], "eval_distill/divergence")
                 shown = {"all 30 layers": whole, "20 layers": pruned} | {f"20 layers, {n}": f for n, f in runs.items()}
                 show_answers(lab, "prune", shown, DATA / "gsm8k_heldout.jsonl", 144)
     full, cut = results["all 30 layers"][0]["held-out loss"], {n: results[f"{n} layers"][0] for n in (20, 15)}
@@ -275,7 +275,8 @@ def cross(lab: Lab) -> None:
 def on_policy(lab: Lab) -> None:
     """e. A teacher of additions: SFT on its answers, KD and OPD with equal tokens and equal seconds, and forgetting."""
     student, teacher = sums_models(lab)
-    results: Results = {"student": [sums(lab, student)], "teacher": [sums(lab, teacher)]}
+    models = {"SmolLM2": lab.home / "smollm2", "student": student, "teacher": teacher}
+    results: Results = {name: [sums(lab, model)] for name, model in models.items()}
     prompts = ["--prompts", DATA / "sums_prompts.jsonl", "--limit", lab.limit(768), "--apply_chat_template"]
     sampled = lab.write("sample", teacher, *prompts, "--max_completion_length", 12, out=lab.home / "sums_sampled.jsonl")
     answers = lab.home / "sums_answers.jsonl"
@@ -302,14 +303,14 @@ def on_policy(lab: Lab) -> None:
             "OPD with reward": lab.train(
                 "sums_opd", f"sums_reward_{seed}", *common, second, f"data.train.limit={lab.limit(192)}",
                 "train.loss_type=policy_gradient", "train.reward={function: exact_match}", "train.num_generations=4",
+                "train.per_device_train_batch_size=4",  # prompts: 16 answers, as in the other runs
             ),
         }  # fmt: skip
         for name, run in runs.items():
             results.setdefault(name, []).append(sums(lab, run) | speed(run))
         if seed == lab.seeds[0]:
             draw(lab, "on_policy", runs.values(), "eval_exact_match")
-            shown = {"student": student, "teacher": teacher} | runs
-            show_answers(lab, "on_policy", shown, DATA / "sums_heldout.jsonl", 12)
+            show_answers(lab, "on_policy", models | runs, DATA / "sums_heldout.jsonl", 12)
     report(lab, "on_policy", results)
 
 
