@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3C
 
 import hf_posttrain
 from hf_posttrain import SFTTrainer, report, run
+from hf_posttrain.check import auto_checkpointing
 from hf_posttrain.data.prepare import prepare
 from hf_posttrain.errors import InputError
 from hf_posttrain.methods import METHODS
@@ -425,6 +426,7 @@ def stub_method(monkeypatch, name):
         def is_world_process_zero(self):
             return True
 
+    monkeypatch.setattr(auto_checkpointing, "disable_unneeded_checkpointing", lambda *given: None)
     monkeypatch.setattr(build, "config_class", lambda method: SFTConfig)
     monkeypatch.setattr(build, "trainer_class", lambda method: Trainer)
     monkeypatch.setattr(report, "follow", lambda trainer: None)

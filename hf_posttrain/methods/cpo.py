@@ -24,6 +24,7 @@ from ..trainer.config import PostTrainConfig
 from ..trainer.loss_output import Losses
 from . import METHODS
 from .dpo import pair_examples, pair_metrics
+from .rules import CONTRASTIVE_LOSSES
 
 
 @dataclass
@@ -51,7 +52,9 @@ class CPOConfig(PostTrainConfig):
     method: ClassVar = METHODS["cpo"]
     learning_rate: float = option(1e-6, "Peak learning rate of AdamW.")
     disable_dropout: bool = option(True, "Set all dropout probabilities of the policy to 0.")
-    loss_type: str = option("sigmoid", "Name of the preference loss: sigmoid, hinge, ipo or simpo.")
+    loss_type: str = option(
+        "sigmoid", "Name of the preference loss: sigmoid, hinge, ipo or simpo.", choices=CONTRASTIVE_LOSSES
+    )
     beta: float = option(0.1, "Scale of the difference of the log-probabilities in the preference loss.")
     simpo_gamma: float = option(SIMPO_GAMMA, "Target reward margin of simpo.")
     cpo_alpha: float = option(1.0, "Weight of the NLL per token of the chosen answer. 0 disables the term.")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..batching.micro_batch import MicroBatch
 from ..batching.sequence_padding import positions_in_sequence
 from ..errors import InputError
-from ..losses.names import DISCOPOP_TAU, SIMPO_GAMMA
+from ..losses.names import DISCOPOP_TAU, F_DIVERGENCES, SIMPO_GAMMA
 from ..losses.preference import PAIRED, PairedOptions, Pairs, sft
 from ..models.reference import make_reference
 from ..monitoring.symptoms import as_list
@@ -27,7 +27,7 @@ from ..trainer.base import PostTrainer
 from ..trainer.config import ReferenceOptions
 from ..trainer.loss_output import Losses
 from . import METHODS
-from .rules import REFERENCE_FREE_LOSSES, no_reference
+from .rules import PAIRED_LOSSES, REFERENCE_FREE_LOSSES, no_reference
 
 
 @dataclass
@@ -72,6 +72,7 @@ class DPOConfig(ReferenceOptions):
     loss_type: list[str] | str = option(
         help="Name of a loss, or a list of losses to add. The names are the keys of `losses.preference.PAIRED`.",
         default_factory=lambda: ["sigmoid"],
+        choices=PAIRED_LOSSES,
     )
     loss_weights: list[float] | None = option(None, "Weights of the losses in loss_type. None means 1 for each.")
     label_smoothing: float = option(
@@ -85,6 +86,7 @@ class DPOConfig(ReferenceOptions):
         "reverse_kl",
         "Divergence from the reference that the loss regularizes: reverse_kl, forward_kl, js_divergence or "
         "alpha_divergence.",
+        choices=F_DIVERGENCES,
     )
     f_alpha_divergence_coef: float = option(0.5, "Coefficient alpha of alpha_divergence.")
     ld_alpha: float | None = option(

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+from ..losses.names import DIVERGENCES
 from ..options import option
 from ..scoring.layouts import Example, teacher_input_of
 from ..scoring.teacher_tiles import divergence_function
@@ -60,6 +61,7 @@ class KDConfig(SupervisedOptions, DistillationConfig):
         "forward_kl",
         "Name of the divergence: forward_kl, reverse_kl, jsd, skew_forward_kl, skew_reverse_kl, tvd or "
         "entropy_aware_kl.",
+        choices=DIVERGENCES,
     )
     beta: float | None = option(
         None,

@@ -34,6 +34,7 @@ from ..trainer.config import ReferenceOptions
 from ..trainer.loss_output import Losses
 from . import METHODS
 from .kto_pairing import RunningMean, add_mismatches
+from .rules import UNPAIRED_LOSSES
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +73,7 @@ class KTOConfig(ReferenceOptions):
         "kto",
         "Name of the loss: kto, apo_zero_unpaired (without the KL estimate), or bco (with the running mean of rewards "
         "in place of the KL).",
+        choices=UNPAIRED_LOSSES,
     )
     desirable_weight: float | str = option(
         1.0,

@@ -37,7 +37,7 @@ from .objective import Divergence, Objective, PolicyGradient
 from .opd_diagnostics import DiagnosticsBuilder
 from .opd_metrics import add_perplexities, rollout_metrics, rollout_predictions
 from .opd_token_weights import add_token_weights
-from .rules import POLICY_GRADIENT
+from .rules import POLICY_GRADIENT, ROLLOUT_LOSSES
 
 
 @dataclass
@@ -83,6 +83,7 @@ class OPDConfig(DistillationConfig):
         "reverse_kl",
         "Name of the loss: policy_gradient (on the sampled tokens), or a divergence over the whole vocabulary, which "
         "is reverse_kl, jsd, forward_kl, skew_forward_kl, skew_reverse_kl, tvd or entropy_aware_kl.",
+        choices=ROLLOUT_LOSSES,
     )
     beta: float | None = option(
         None,

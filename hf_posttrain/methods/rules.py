@@ -54,6 +54,8 @@ CONTRASTIVE_LOSSES = ("sigmoid", "hinge", "ipo", "simpo")
 """Losses of CPO."""
 UNPAIRED_LOSSES = ("kto", "apo_zero_unpaired", "bco")
 POLICY_GRADIENT = "policy_gradient"
+ROLLOUT_LOSSES = (POLICY_GRADIENT, *DIVERGENCES)
+"""Losses of OPD."""
 _SAME_PROMPT = "teacher and student would see the same prompt, so there is no training signal"
 
 
@@ -367,7 +369,7 @@ def _divergence_problems(key: str, values: Any) -> Iterator[Problem]:
 
 def opd_problems(values: Any) -> Iterator[Problem]:
     """Yield the problems of the loss of OPD, and of the lengths of its prompts and rollouts."""
-    yield from choice_problems("loss_type", values.loss_type, (POLICY_GRADIENT, *DIVERGENCES))
+    yield from choice_problems("loss_type", values.loss_type, ROLLOUT_LOSSES)
     yield from _divergence_problems("loss_type", values)
     if values.neftune_noise_alpha:
         problem = "neftune_noise_alpha is not supported, because rollouts are sampled without noise. Remove it"

@@ -31,7 +31,9 @@ from ..scoring.weighted_log_prob import EntropyWeightedLogProb, WeightedLogProb
 from ..trainer.base import PostTrainer
 from ..trainer.config import PostTrainConfig
 from ..trainer.loss_output import Losses
+from ..trainer.rules import TRAINED_TURNS
 from . import METHODS
+from .rules import SUPERVISED_LOSSES
 
 TILES = {"nll": LogProb, "chunked_nll": LogProb, "dft": WeightedLogProb, "eaft": EntropyWeightedLogProb}
 """Tile function of each loss."""
@@ -61,6 +63,7 @@ class SupervisedOptions:
         None,
         "Turns of conversations that are trained: all, assistant (all assistant turns), or last (the last assistant "
         "turn). None means assistant if assistant_only_loss is set, else all. A turn with weight: 0 is never trained.",
+        choices=TRAINED_TURNS,
     )
     assistant_only_loss: bool = option(False, "Train only the assistant turns of `messages`, each with its end token.")
     text_weights: dict[str, float] | None = option(
@@ -97,6 +100,7 @@ class SFTConfig(SupervisedOptions, PostTrainConfig):
         "nll",
         "Name of the loss: nll (also chunked_nll), dft, which weights each token by its probability, or eaft, which "
         "weights it by the entropy of the model.",
+        choices=SUPERVISED_LOSSES,
     )
     packing: bool = option(
         False,

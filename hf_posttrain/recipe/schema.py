@@ -107,7 +107,21 @@ def _leaves(annotation: object) -> list[object]:
 
 def _section(kind: type) -> Schema:
     """Return the schema of a dataclass: a section, a Config, or a kind of a group."""
-    return _mapping(fields_of(kind), _help(kind))
+    schema = _mapping(fields_of(kind), _help(kind))
+    for field in dataclasses.fields(kind):
+        if allowed := field.metadata.get("choices"):
+            schema["properties"][field.name] = _limit_texts(schema["properties"][field.name], allowed)
+    return schema
+
+
+def _limit_texts(schema: Schema, allowed: Iterable[str]) -> Schema:
+    """Return a schema that accepts some texts in place of all texts."""
+    if schema.get("type") == "string":
+        kept = {key: value for key, value in schema.items() if key != "type"}
+        return {"enum": [*allowed]} | kept
+    if "anyOf" in schema:
+        return schema | {"anyOf": [_limit_texts(member, allowed) for member in schema["anyOf"]]}
+    return schema | ({"items": _limit_texts(schema["items"], allowed)} if "items" in schema else {})
 
 
 def _train(method: Method, shared: Mapping[str, Schema]) -> Schema:

@@ -149,6 +149,7 @@ class PostTrainConfig(TrainingArguments, metaclass=ConfigMeta):
         "auto",
         "Layout of batches: auto, shared (a prompt once for all its completions), packed or padded. The losses are the "
         "same.",
+        choices=rules.LAYOUTS,
     )
     dataset_num_proc: int | None = option(
         None, "Number of processes that tokenize. The rows and their cache do not depend on it."
@@ -165,6 +166,7 @@ class PostTrainConfig(TrainingArguments, metaclass=ConfigMeta):
         None,
         "Reasoning of assistant messages, in reasoning_content, thinking or reasoning, or in <think> tags: keep it in "
         "the form that the chat template reads, or drop it. None: pass messages to the template unchanged.",
+        choices=rules.REASONING,
     )
     image_folder: str | None = option(
         None, "Folder that relative paths of images start from. By default the current folder."

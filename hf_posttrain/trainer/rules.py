@@ -119,14 +119,21 @@ _UNSUPPORTED: dict[str, tuple[object, str]] = {
 """Options of TrainingArguments with their only valid value, and the reason and fix for the error about other values."""
 
 
+LAYOUTS = ("auto", "shared", "packed", "padded")
+"""Values of the option `layout`."""
+REASONING = ("keep", "drop")
+"""Values of the option `reasoning`."""
+TRAINED_TURNS = ("all", "assistant", "last")
+"""Values of the option `train_on`."""
+
+
 def value_problems(values: OptionValues) -> Iterator[Problem]:
     """Yield the options with values that no method supports."""
-    layouts = ("auto", "shared", "packed", "padded")
-    choices = [("layout", layouts), ("log_level", _LOG_LEVELS), ("log_level_replica", _LOG_LEVELS)]
+    choices = [("layout", LAYOUTS), ("log_level", _LOG_LEVELS), ("log_level_replica", _LOG_LEVELS)]
     if values.reasoning is not None:
-        yield from choice_problems("reasoning", values.reasoning, ("keep", "drop"))
+        yield from choice_problems("reasoning", values.reasoning, REASONING)
     if (turns := getattr(values, "train_on", None)) is not None:
-        yield from choice_problems("train_on", turns, ("all", "assistant", "last"))
+        yield from choice_problems("train_on", turns, TRAINED_TURNS)
         if turns == "all" and values.assistant_only_loss:
             problem = "train_on: all cannot be combined with assistant_only_loss. Remove one of the two"
             yield ("train_on", "assistant_only_loss"), problem

@@ -12,13 +12,14 @@ from test_rules import PINNED
 
 from hf_posttrain import run
 from hf_posttrain.errors import InputError
-from hf_posttrain.methods import METHODS
+from hf_posttrain.methods import METHODS, config_class
 from hf_posttrain.recipe.read import load_recipe
 from hf_posttrain.recipe.schema import recipe_schema
 from hf_posttrain.recipe.yaml_tree import read_tree, write_tree
 
 REPOSITORY = Path(__file__).parents[2]
-RECIPES = [*sorted((REPOSITORY / "recipes").glob("*.yaml")), *sorted((REPOSITORY / "recipes/tiny").glob("*.yaml"))]
+FOLDERS = [REPOSITORY / "recipes" / folder for folder in (".", "tiny", "real")]
+RECIPES = [file for folder in FOLDERS for file in sorted(folder.glob("*.yaml"))]
 OF_NAMES_AND_TYPES = re.compile(
     r"unknown (key|section) |does not exist: | is missing$|is not an option|: [\w.]+ must be (?!above|at least|in )"
     r"| requires [\w.]+ of kind|: train\.(rollouts|sampler|reward|token_weights)(\.kind)?=.* is not one of "
@@ -112,6 +113,25 @@ def test_verdicts_are_those_of_load_recipe(validator, tmp_path):
     assert not wrong, f"{len(wrong)} of {sum(counts.values())}\n" + "\n\n".join(wrong[:5])
     assert counts[False] > 200
     assert counts[True] > 100
+
+
+@pytest.mark.parametrize(
+    ("method", "option", "valid"),
+    [("sft", "loss_type", "eaft"), ("sft", "train_on", "last"), ("sft", "layout", "packed"),
+     ("sft", "reasoning", "keep"), ("dpo", "loss_type", "apo_zero"), ("dpo", "loss_type", ["sigmoid", "sft"]), ("kto", "loss_type", "bco"),
+     ("dpo", "f_divergence_type", "forward_kl"), ("cpo", "loss_type", "simpo"), ("kd", "divergence", "jsd"),
+     ("opd", "loss_type", "policy_gradient")],
+)  # fmt: skip
+def test_names_of_losses_and_layouts_are_listed(method, option, valid, validator):
+    """Editors complete them, and mark a name that `--check` rejects."""
+    part = {"method": method, "model": {"name_or_path": "m"}, "data": {"train": {"path": "rows.jsonl"}}}
+    part |= {"teacher": {"name_or_path": "t"}} if method in ("kd", "opd") else {}
+    unknown = [*valid[:-1], "unknown"] if isinstance(valid, list) else "unknown"
+    for value, expected in ((valid, True), (unknown, False)):
+        assert validator.is_valid(part | {"train": {"output_dir": "out", option: value}}) is expected
+    config = config_class(METHODS[method])
+    with pytest.raises(InputError, match=f"{option}.*'unknown'"):
+        config(output_dir="out", **{option: unknown})
 
 
 def test_help_texts_and_defaults_are_in_it(validator):
