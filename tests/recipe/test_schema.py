@@ -119,8 +119,8 @@ def test_verdicts_are_those_of_load_recipe(validator, tmp_path):
     ("method", "option", "valid"),
     [("sft", "loss_type", "eaft"), ("sft", "train_on", "last"), ("sft", "layout", "packed"),
      ("sft", "reasoning", "keep"), ("dpo", "loss_type", "apo_zero"), ("dpo", "loss_type", ["sigmoid", "sft"]),
-     ("kto", "loss_type", "bco"), ("dpo", "f_divergence_type", "forward_kl"), ("cpo", "loss_type", "simpo"), ("kd", "divergence", "jsd"),
-     ("opd", "loss_type", "policy_gradient")],
+     ("kto", "loss_type", "bco"), ("dpo", "f_divergence_type", "forward_kl"), ("cpo", "loss_type", "simpo"),
+     ("kd", "divergence", "jsd"), ("opd", "loss_type", "policy_gradient")],
 )  # fmt: skip
 def test_names_of_losses_and_layouts_are_listed(method, option, valid, validator):
     """Editors complete them, and mark a name that `--check` rejects."""
