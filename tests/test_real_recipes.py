@@ -77,6 +77,9 @@ def test_overrides_of_an_experiment_are_those_of_recipes_that_load(name, tmp_pat
             ran.append(folder.name)
         elif first.endswith(".yaml"):
             recipe = load_recipe(first, rest)
+            read = {word for word in json.dumps(recipe.to_dict()).split('"') if word.startswith("outputs/real/")}
+            # other rows and models are those of the folder of the experiments
+            assert {word.removeprefix("outputs/real/").split("/")[0] for word in read} <= {"data", "smollm2", "gemma3"}
             config = train_config(recipe, config_class(METHODS[recipe.method]))
             folder = experiments.Path(config.output_dir)
             folder.mkdir(parents=True)

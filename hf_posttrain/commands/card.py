@@ -6,16 +6,16 @@ ROWS is a file that `sample`, `judge` or `pair` wrote, or the folder of a run in
 import argparse
 import json
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import InputError
+from ..data.files import extension, read_rows
+from ..errors import InputError, error_context
 from ..recipe.cli import Parser, print_output
 from ..report.page import describe_rounds, render
-from ..report.run_folder import Run, read_run
-from ..rounds.sample_and_judge import FOLDER as ROUNDS_FOLDER
-from .resumable_jsonl import check_new_file
+from ..report.run_folder import ROUNDS, Run, read_run
+from .resumable_jsonl import check_new_file, write_lines
 
 COLUMNS = {
     "prompt": "Prompt as the model reads it, with the special tokens of its chat template.",
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     files = list_files(source, run)
     out = arguments.out or files[0].parent / "README.md"
     check_new_file(out)
-    out.write_text(render_card(files, arguments.model, run), encoding="utf-8")
+    write_lines(out, [render_card(files, arguments.model, run)])
     print_output(f"wrote {out}")
     return 0
 
@@ -78,10 +78,13 @@ def list_files(source: Path, run: Run | None) -> list[Path]:
     if run is None:
         if not source.is_file():
             raise InputError(f"{source} does not exist. Give a file of rows, or the output_dir of a run in rounds")
+        if extension(source) in (".csv", ".tsv"):
+            raise InputError(f"{source} is a table. Give a file of JSON lines")
         return [source]
-    files = sorted((source / ROUNDS_FOLDER).glob("[0-9]*.jsonl"), key=lambda file: int(file.stem))
+    folder = (source / ROUNDS).parent
+    files = sorted(folder.glob("[0-9]*.jsonl"), key=lambda file: int(file.stem))
     if not files:
-        raise InputError(f"{source} has no rows of rounds in {ROUNDS_FOLDER}. Give a file of rows")
+        raise InputError(f"{source} has no rows of rounds in {folder.name}. Give a file of rows")
     return files
 
 
@@ -92,12 +95,21 @@ def render_card(files: Sequence[Path], model: str | None, run: Run | None) -> st
         files: The files.
         model: Model that sampled the answers.
         run: Run in rounds that wrote the files.
+
+    Raises:
+        InputError: For a line that is not a JSON object, and for a file without rows.
     """
     from huggingface_hub import DatasetCardData
 
     from ..report.card import is_hub_name
 
-    rows = [row for file in files for row in read_rows(file)]
+    rows: list[dict[str, Any]] = []
+    for file in files:
+        with error_context(str(file)):
+            added = [*read_rows(file)]
+        if not added:
+            raise InputError(f"{file} has no rows")
+        rows += added
     model = model or (run.base_model if run else None)
     size = next((name for limit, name in SIZES.items() if len(rows) < limit), "n>10M")
     front_matter = DatasetCardData(
@@ -125,26 +137,6 @@ def render_card(files: Sequence[Path], model: str | None, run: Run | None) -> st
         columns={name: COLUMNS.get(name, "") for name in dict.fromkeys(name for row in rows for name in row)},
         example=json.dumps(shorten(rows[0]), indent=1, ensure_ascii=False),
     )
-
-
-def read_rows(file: Path) -> Iterable[dict[str, Any]]:
-    """Yield the rows of a file of JSON lines.
-
-    Raises:
-        InputError: For a line that is not a JSON object, and a file without rows.
-    """
-    number = 0
-    with file.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                row = json.loads(line)
-            except ValueError:
-                row = None
-            if not isinstance(row, dict):
-                raise InputError(f"{file}, line {number} is not a JSON object. Give a file of JSON lines")
-            yield row
-    if not number:
-        raise InputError(f"{file} has no rows")
 
 
 def shorten(row: dict[str, Any]) -> dict[str, Any]:

@@ -143,11 +143,20 @@ def write_rows(out: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     Raises:
         InputError: If the file exists or cannot be written.
     """
+    write_lines(out, (json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+
+def write_lines(out: Path, lines: Iterable[str]) -> None:
+    """Write a text file atomically.
+
+    Raises:
+        InputError: If the file exists or cannot be written.
+    """
     check_new_file(out)
     new = out.with_name(f"{out.name}.new")
     try:
         with new.open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+            file.writelines(lines)
         new.rename(out)
     except OSError as error:
         raise InputError(f"--out: {out} cannot be written ({error.strerror})") from error

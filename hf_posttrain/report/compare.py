@@ -8,7 +8,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from ..errors import InputError, name_hint, printable
 from ..recipe.cli import print_output
@@ -16,6 +16,8 @@ from . import page
 from .charts import format_number, make_charts, write_image
 from .run_folder import History, Run, read_run
 
+LastValues: TypeAlias = list[tuple[str, list[tuple[str, bool]]]]
+"""[(metric and split, [(value, whether it is the best) of each run])]"""
 IMAGES = (".png", ".svg")
 """Formats of an image of the curves."""
 # Metrics that are better if they are higher. A lower `loss` is better, for runs with the same loss.
@@ -88,16 +90,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise InputError(f"--output {file} must end with {', '.join(IMAGES)} or .html")
     runs = read_runs(arguments.runs)
     curves = select_curves(runs, arguments.metrics)
-    text, table = render_comparison(runs, curves, file)
+    reason = explain_incomparable([*runs.values()])
+    finals = rank_last_values([*runs.values()], reason)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         if file.suffix not in IMAGES:
-            file.write_text(text, encoding="utf-8")
+            file.write_text(render_comparison(runs, curves, file, reason, finals), encoding="utf-8")
         elif not write_image(file, "", curves):
             raise InputError(f"--output {file} cannot be written, because the runs have logged no curve")
     except OSError as error:
         raise InputError(f"--output {file} cannot be written ({error.strerror})") from error
-    print_output("\n".join([*table, "", str(file)]))
+    print_output("\n".join([*write_table([*runs], finals), "", str(file)]))
     return 0
 
 
@@ -130,18 +133,18 @@ def select_curves(runs: Mapping[str, Run], metrics: Sequence[str] | None) -> dic
     }
 
 
-def render_comparison(runs: Mapping[str, Run], curves: Mapping[str, History], output: Path) -> tuple[str, list[str]]:
-    """Render the page.
+def render_comparison(
+    runs: Mapping[str, Run], curves: Mapping[str, History], output: Path, reason: str, finals: LastValues
+) -> str:
+    """Return the page.
 
     Args:
         runs: Name of a run -> the run.
         curves: Name of a run -> the logged values that get a chart.
         output: File of the page, to which the links to reports are relative.
-
-    Returns:
-        The page, and the lines of its table of last values.
+        reason: Result of `explain_incomparable`.
+        finals: Result of `rank_last_values`.
     """
-    reason = explain_incomparable([*runs.values()])
     # links to existing reports, and each prompt with the answers of the runs
     links: dict[str, str] = {}
     prompts: dict[str, dict[str, Any]] = {}
@@ -153,8 +156,7 @@ def render_comparison(runs: Mapping[str, Run], curves: Mapping[str, History], ou
             entry["answers"][name] = sample["after"]
             entry["expected"] = entry.get("expected") or sample.get("expected")
     settings = [run.recipe or _settings_without_recipe(run) for run in runs.values()]
-    finals = rank_last_values([*runs.values()], reason)
-    text = page.render(
+    return page.render(
         "compare.html",
         runs=runs,
         links=links,
@@ -166,7 +168,6 @@ def render_comparison(runs: Mapping[str, Run], curves: Mapping[str, History], ou
         finals=finals,
         differences=list_differences(settings),
     )
-    return text, write_table([*runs], finals)
 
 
 def _settings_without_recipe(run: Run) -> dict[str, Any]:
@@ -176,7 +177,7 @@ def _settings_without_recipe(run: Run) -> dict[str, Any]:
     return {"method": run.method, "model": model, "data": data, "train": run.arguments}
 
 
-def write_table(names: list[str], finals: list[tuple[str, list[tuple[str, bool]]]]) -> list[str]:
+def write_table(names: list[str], finals: LastValues) -> list[str]:
     """Return the last values as lines for a terminal, with a column for each run and * after the best of a row."""
     rows = [
         ["", *map(printable, names)],
@@ -233,15 +234,13 @@ def _token_differences(runs: list[Run]) -> list[str]:
     return ["the tokens of their evaluation data differ"] * (len(descriptions) > 1)
 
 
-def rank_last_values(runs: list[Run], reason: str) -> list[tuple[str, list[tuple[str, bool]]]]:
+def rank_last_values(runs: list[Run], reason: str) -> LastValues:
     """Return the last values of all metrics, with the best ones among comparable evaluations.
 
     Args:
         runs: The runs.
         reason: Result of `explain_incomparable`. If it is not empty, no loss is marked as the best.
 
-    Returns:
-        (metric and split, [(value, whether it is the best) of each run]).
     """
     answers = {str(run.record["eval_answers"]) for run in runs if run.record.get("eval_answers")}
     marked: tuple[str, ...] = ANSWER_METRICS if len(_evaluation_data(runs)) == 1 and len(answers) < 2 else ()

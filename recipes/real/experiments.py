@@ -190,16 +190,18 @@ def lora(lab: Lab) -> None:
 def preferences(lab: Lab) -> None:
     """c. DPO, KTO and CPO on right and wrong sampled answers to additions, with three learning rates."""
     student, _ = sums_models(lab)
-    sampled_pairs(lab, student)
+    pairs, labeled, heldout = sampled_pairs(lab, student)
     results: Results = {"student": [sums(lab, student)]}
     for method in ("dpo", "kto", "cpo"):
         for rate in ("1e-6", "5e-6", "2e-5"):
             for seed in lab.seeds:
                 name = f"preference_{method}_{rate}_{seed}"
-                start = f"model.name_or_path={student}"
-                options = [start, f"train.learning_rate={rate}", f"train.seed={seed}"]
+                options = [f"model.name_or_path={student}", f"train.learning_rate={rate}", f"train.seed={seed}"]
+                rows = labeled if method == "kto" else pairs
+                options += [f"data.train.path={rows}", f"data.eval.path={heldout}"]
                 run = lab.train(f"preference_{method}", name, *options)
-                kl = lab.train("preference_kl", f"kl_{name}", f"model.name_or_path={run}")
+                models = [f"model.name_or_path={run}", f"teacher.name_or_path={student}"]
+                kl = lab.train("preference_kl", f"kl_{name}", *models)
                 first = next(log for log in history(kl) if "eval_distill/reverse_kl" in log)
                 accuracy = [log["eval_rewards/accuracies"] for log in history(run) if "eval_rewards/accuracies" in log]
                 # KTO has no pairs: the share of answers whose reward has the sign of their label
@@ -332,10 +334,12 @@ def sums(lab: Lab, model: Path) -> dict[str, float]:
 def rounds(lab: Lab) -> None:
     """f. Rounds of DPO on own answers, judged by exact match and by a reward model of such answers."""
     student, _ = sums_models(lab)
-    judge = train_judge(lab, student)
-    accuracy = lab.evaluate(judge, "pairs", "--data", lab.home / "sums_judge_heldout_pairs.jsonl", "--batch_size", 32)
+    pairs, _, heldout = sampled_pairs(lab, student)
+    options = [f"model.name_or_path={student}", f"data.train.path={pairs}", f"data.eval.path={heldout}"]
+    judge = lab.train("sums_rm", "sums_judge", *options)
+    accuracy = lab.evaluate(judge, "pairs", "--data", heldout, "--batch_size", 32)
     results: Results = {"student": [sums(lab, student)]}
-    right = f"{{by: teacher, name: {student}}}" if lab.fast else "exact_match"  # see train_judge
+    right = f"{{by: teacher, name: {student}}}" if lab.fast else "exact_match"  # see sampled_pairs
     judges = {"exact match": right, "reward model": f"{{by: model, name: {judge}, batch_size: 32}}"}
     for name, section in judges.items():
         for seed in lab.seeds:
@@ -348,14 +352,9 @@ def rounds(lab: Lab) -> None:
     report(lab, "rounds", results, f"Held-out pair accuracy of the reward model: {accuracy['pair_accuracy']:.1%}.")
 
 
-def train_judge(lab: Lab, student: Path) -> Path:
-    """Return a reward model, trained on right and wrong answers of the student."""
-    sampled_pairs(lab, student)
-    return lab.train("sums_rm", "sums_judge", f"model.name_or_path={student}")
-
-
-def sampled_pairs(lab: Lab, student: Path) -> None:
-    """Write right and wrong answers of the student as pairs, and those of the training problems with labels as well."""
+def sampled_pairs(lab: Lab, student: Path) -> tuple[Path, Path, Path]:
+    """Return files with right and wrong answers of the student: pairs, labeled answers, and held-out pairs."""
+    judged = {}
     for name in ("sums_judge", "sums_judge_heldout"):
         options = ["--n", 4, "--max_completion_length", 12, "--limit", lab.limit(512), "--apply_chat_template"]
         prompts = DATA / f"{name}.jsonl"
@@ -367,10 +366,13 @@ def sampled_pairs(lab: Lab, student: Path) -> None:
             # a model after two steps is never right: then the first answer to a problem counts as the right one
             right = [first[row["prompt"]] if lab.fast else right_sum(row["messages"]) for row in rows]
             write(known, [row | {"reference": text} for row, text in zip(rows, right, strict=True)])
-        judged = lab.write("judge", known, "--by", "exact_match", out=lab.home / f"{name}_judged.jsonl")
-        lab.write("pair", judged, "--method", "rm", "--take", "all", out=lab.home / f"{name}_pairs.jsonl")
-    judged = lab.home / "sums_judge_judged.jsonl"
-    lab.write("pair", judged, "--method", "kto", out=lab.home / "sums_judge_labeled.jsonl")
+        judged[name] = lab.write("judge", known, "--by", "exact_match", out=lab.home / f"{name}_judged.jsonl")
+    pairs, heldout = (
+        lab.write("pair", file, "--method", "rm", "--take", "all", out=lab.home / f"{name}_pairs.jsonl")
+        for name, file in judged.items()
+    )
+    labeled = lab.home / "sums_judge_labeled.jsonl"
+    return pairs, lab.write("pair", judged["sums_judge"], "--method", "kto", out=labeled), heldout
 
 
 def right_sum(messages: Sequence[Row]) -> str:

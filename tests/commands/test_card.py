@@ -79,8 +79,8 @@ def test_a_card_of_a_run_in_rounds_describes_all_rounds(tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [('{"prompt": "a"}\n[1]\n', "line 2 is not a JSON object"), ("a,b\n", "line 1 is not a JSON object"),
-     ("", "has no rows"), (None, "does not exist")],
+    [('{"prompt": "a"}\n[1]\n', r"rows\.jsonl: line 2: a row must be an object such as .*, found \[1\]"),
+     ("a,b\n", r"rows\.jsonl: line 1 is not valid JSON"), ("", r"rows\.jsonl has no rows"), (None, "does not exist")],
 )  # fmt: skip
 def test_what_is_no_file_of_rows_is_an_error(content, message, tmp_path):
     file = tmp_path / "rows.jsonl"
@@ -89,6 +89,12 @@ def test_what_is_no_file_of_rows_is_an_error(content, message, tmp_path):
     with pytest.raises(InputError, match=message):
         card.main([str(file)])
     assert not (tmp_path / "README.md").exists()
+
+
+def test_a_table_is_an_error(tmp_path):
+    (tmp_path / "rows.csv").write_text("prompt,completion\na,b\n")
+    with pytest.raises(InputError, match=r"rows\.csv is a table\. Give a file of JSON lines"):
+        card.main([str(tmp_path / "rows.csv")])
 
 
 def test_a_run_without_rounds_has_no_rows(tmp_path):

@@ -281,8 +281,8 @@ def test_runs_from_python_have_their_best_step_and_what_differs(tmp_path):
         assert run.last["eval_loss"] == max(best)
         assert "The weights are from step 1" in (tmp_path / name / "README.md").read_text()
     assert "secret" not in (tmp_path / "r" / "run.json").read_text()
-    runs = compare.read_runs([tmp_path / "q", tmp_path / "r"])
-    page = Page(compare.render_comparison(runs, {}, tmp_path / "page.html")[0])
+    assert compare.main([str(tmp_path / "q"), str(tmp_path / "r"), "--output", str(tmp_path / "page.html")]) == 0
+    page = Page((tmp_path / "page.html").read_text(encoding="utf-8"))
     rows = {row[0]: row[1:] for row in page.table("Settings")}
     assert rows["train.adam_epsilon"] == ["not set", "0.1"]
     assert (rows["model.lora.r"], rows["model.lora.use_rslora"]) == (["4", "2"], ["not set", "true"])
