@@ -60,6 +60,7 @@ def disable_unneeded_checkpointing(
     [enough] = broadcast_object_list([enough])
     if enough:
         vars(config).update(dict.fromkeys(names, False))
+        config.snapshot_options()  # both values are valid: the trainer does not check all options again
     logger.info(
         "activation_checkpointing: %s (without it the run needs about %.1f of %.1f GiB)",
         "off" if enough else "on",

@@ -3,8 +3,9 @@
     python -m recipes.real.experiments [prune lora preferences cross on_policy rounds] [--seeds 0 1 2] [--output FOLDER]
 
 Run `make real-models` first. Each experiment runs the recipes of this folder and commands of hf-posttrain, and writes
-its table to FOLDER/NAME.md. A run or file that is complete is not repeated: after an interruption, run the same command
-again. `--fast` runs a few steps of each recipe, which shows that everything works.
+its table to FOLDER/NAME.md after each run. A run or file that is complete is not repeated: after an interruption, run
+the same command again. The values of all seeds are in FOLDER/NAME.json: with a copy of this file, another machine adds
+seeds to the table. `--fast` runs a few steps of each recipe, which shows that everything works.
 """
 
 import argparse
@@ -15,7 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -39,9 +40,9 @@ ROWS = 320
 """Rows of GSM8K that a run trains on."""
 ANSWERED = 50
 """Held-out problems of GSM8K that a model is evaluated on, one batch."""
+SEEDS = {"prune": [0, 1, 2], "on_policy": [0, 1, 2]}
+"""Seeds of the experiments that run with several unless the command line names others."""
 Row = dict[str, Any]
-Results = dict[str, list[dict[str, float]]]
-"""Row of a table -> its values in each seed, by column."""
 
 
 @dataclass
@@ -116,6 +117,36 @@ class Lab:
         return min(rows, 8) if self.fast else rows
 
 
+class Table:
+    """The results of an experiment, written to NAME.json and NAME.md whenever a row is added."""
+
+    def __init__(self, lab: Lab, name: str, note: str = "") -> None:
+        self.note = note
+        self.page = lab.home / f"{name}.md"
+        self.file = lab.home / f"{name}.json"
+        self.rows: dict[str, dict[str, dict[str, float]]] = {}
+        """Title of a row -> seed -> column -> value."""
+        if self.file.is_file():
+            self.rows = json.loads(self.file.read_text(encoding="utf-8"))
+
+    def add(self, title: str, values: dict[str, float], seed: int = 0) -> dict[str, float]:
+        """Set the values of a row with one seed, and return them."""
+        self.rows.setdefault(title, {})[str(seed)] = values
+        self.write()
+        return values
+
+    def write(self) -> None:
+        """Write the rows as they are, and a page with the mean and the standard error of the seeds."""
+        write_text(self.file, json.dumps(self.rows, indent=1) + "\n")
+        values = [row for seeds in self.rows.values() for row in seeds.values()]
+        columns = list(dict.fromkeys(column for row in values for column in row))
+        lines = ["| | " + " | ".join([*columns, "seeds"]) + " |", "|" + "---|" * (len(columns) + 2)]
+        for title, seeds in self.rows.items():
+            cells = [cell(column, [row[column] for row in seeds.values() if column in row]) for column in columns]
+            lines.append(f"| {title} | " + " | ".join([*cells, str(len(seeds))]) + " |")
+        write_text(self.page, "\n".join([*lines, *([f"\n{self.note}"] if self.note else [])]) + "\n")
+
+
 # ---- the experiments
 
 
@@ -123,39 +154,45 @@ def prune(lab: Lab) -> None:
     """a. SmolLM2 with 20 and with 15 of its 30 layers: SFT, KD and OPD after KD."""
     whole = lab.home / "smollm2"
     criterion = ["--data", DATA / "gsm8k_train.jsonl", "--limit", lab.limit(32)]
-    results: Results = {"all 30 layers": [losses(lab, whole)]}
+    table = Table(lab, "prune")
+    full = table.add("all 30 layers", losses(lab, whole))["held-out loss"]
     for count in (20, 15):
         pruned = lab.write("prune", whole, "--keep_layers", count, *criterion, out=lab.home / f"layers_{count}")
-        results[f"{count} layers"] = [losses(lab, pruned)]
-        start = f"model.name_or_path={pruned}"
+        worst = table.add(f"{count} layers", losses(lab, pruned))["held-out loss"]
+        models = {"all 30 layers": whole, f"{count} layers": pruned}
         for seed in lab.seeds:
-            ending = f"{count}_{seed}"
-            common = (start, f"train.seed={seed}")
-            runs = {"SFT": lab.train("prune_sft", f"prune_sft_{ending}", *common)}
-            kd = runs["KD"] = lab.train("prune_kd", f"prune_kd_{ending}", *common)
-            if count == 20:
-                rows = lab.limit(round(ROWS * training_seconds(kd) / training_seconds(runs["SFT"])))
-                more = (*common, f"data.train.limit={rows}")
-                runs["SFT, the seconds of KD"] = lab.train("prune_sft", f"prune_sft_longer_{ending}", *more)
-                caches = {"cached top 64": ", top_k: 64", "cached hidden states": ""}
-                for name, cache in caches.items() if seed == lab.seeds[0] else []:
-                    teacher = f"teacher={{name_or_path: {whole}, precompute: true{cache}}}"
-                    folder = f"prune_kd_{name.split()[-1]}_{ending}"
-                    runs[f"KD, {name}"] = lab.train("prune_kd", folder, *common, teacher)
-                opd = (f"model.name_or_path={kd}", f"train.seed={seed}")
-                runs["OPD after KD"] = lab.train("prune_opd", f"prune_opd_{ending}", *opd)
-            for name, folder in runs.items():
-                results.setdefault(f"{count} layers, {name}", []).append(losses(lab, folder) | speed(folder))
-            if (count, seed) == (20, lab.seeds[0]):
-                draw(lab, "prune", [f for name, f in runs.items() if name.startswith("KD")], "eval_distill/divergence")
-                shown = {"all 30 layers": whole, "20 layers": pruned} | {f"20 layers, {n}": f for n, f in runs.items()}
-                show_answers(lab, "prune", shown, DATA / "gsm8k_heldout.jsonl", 144)
-    full, cut = results["all 30 layers"][0]["held-out loss"], {n: results[f"{n} layers"][0] for n in (20, 15)}
-    for name, rows in results.items():
-        for row in rows if name != "all 30 layers" else []:
-            worst = cut[int(name.split()[0])]["held-out loss"]
-            row["recovered"] = (worst - row["held-out loss"]) / (worst - full)
-    report(lab, "prune", results)
+            for name, run in prune_runs(lab, count, pruned, seed):
+                values = losses(lab, run) | speed(run)
+                recovered = (worst - values["held-out loss"]) / (worst - full)
+                table.add(f"{count} layers, {name}", values | {"recovered": recovered}, seed)
+                if seed == lab.seeds[0]:
+                    models[f"{count} layers, {name}"] = run
+        if count == 20:
+            draw(lab, "prune", [run for name, run in models.items() if "KD" in name], "eval_distill/divergence")
+            show_answers(lab, "prune", models, DATA / "gsm8k_heldout.jsonl", 144)
+
+
+def prune_runs(lab: Lab, count: int, pruned: Path, seed: int) -> Iterator[tuple[str, Path]]:
+    """Train a pruned model with one seed, and yield the name and the folder of each run."""
+    whole = lab.home / "smollm2"
+    ending = f"{count}_{seed}"
+    common = (f"model.name_or_path={pruned}", f"train.seed={seed}")
+    sft = lab.train("prune_sft", f"prune_sft_{ending}", *common)
+    yield "SFT", sft
+    kd = lab.train("prune_kd", f"prune_kd_{ending}", *common)
+    yield "KD", kd
+    if count != 20:
+        return
+    opd = (f"model.name_or_path={kd}", f"train.seed={seed}")
+    yield "OPD after KD", lab.train("prune_opd", f"prune_opd_{ending}", *opd)
+    rows = lab.limit(round(ROWS * training_seconds(kd) / training_seconds(sft)))
+    longer = lab.train("prune_sft", f"prune_sft_longer_{ending}", *common, f"data.train.limit={rows}")
+    yield "SFT, the seconds of KD", longer
+    if seed == lab.seeds[0]:
+        for cache, options in {"top 64": ", top_k: 64", "hidden states": ""}.items():
+            teacher = f"teacher={{name_or_path: {whole}, precompute: true{options}}}"
+            run = lab.train("prune_kd", f"prune_kd_{cache.split()[-1]}_{ending}", *common, teacher)
+            yield f"KD, cached {cache}", run
 
 
 def losses(lab: Lab, model: Path) -> dict[str, float]:
@@ -173,25 +210,28 @@ def losses(lab: Lab, model: Path) -> dict[str, float]:
 
 def lora(lab: Lab) -> None:
     """b. SFT of SmolLM2 with LoRA on GSM8K, and with TRL's SFTTrainer where TRL is installed."""
-    results: Results = {"SmolLM2": [losses(lab, lab.home / "smollm2")]}
-    note = "" if find_spec("trl") else "TRL is not installed: pip install -e '.[bench]'."
+    whole = lab.home / "smollm2"
+    with_trl = find_spec("trl") is not None
+    table = Table(lab, "lora", "" if with_trl else "TRL is not installed: pip install -e '.[bench]'.")
+    table.add("SmolLM2", losses(lab, whole))
     for seed in lab.seeds:
         runs = {"SFT with LoRA": lab.train("gsm8k_lora", f"gsm8k_lora_{seed}", f"train.seed={seed}")}
-        if not note:
+        if with_trl:
             runs["the same with TRL"] = lab.train_trl(f"gsm8k_lora_trl_{seed}", seed)
         for name, run in runs.items():
-            results.setdefault(name, []).append(losses(lab, run) | speed(run))
-    draw(lab, "lora", runs.values(), "loss")
-    models = {"before": lab.home / "smollm2", "after SFT with LoRA": runs["SFT with LoRA"]}
-    show_answers(lab, "lora", models, DATA / "gsm8k_heldout.jsonl", 144)
-    report(lab, "lora", results, note)
+            table.add(name, losses(lab, run) | speed(run), seed)
+        if seed == lab.seeds[0]:
+            draw(lab, "lora", runs.values(), "loss")
+            models = {"before": whole, "after SFT with LoRA": runs["SFT with LoRA"]}
+            show_answers(lab, "lora", models, DATA / "gsm8k_heldout.jsonl", 144)
 
 
 def preferences(lab: Lab) -> None:
     """c. DPO, KTO and CPO on right and wrong sampled answers to additions, with three learning rates."""
     student, _ = sums_models(lab)
     pairs, labeled, heldout = sampled_pairs(lab, student)
-    results: Results = {"student": [sums(lab, student)]}
+    table = Table(lab, "preferences")
+    table.add("student", sums(lab, student))
     for method in ("dpo", "kto", "cpo"):
         for rate in ("1e-6", "5e-6", "2e-5"):
             for seed in lab.seeds:
@@ -211,15 +251,16 @@ def preferences(lab: Lab) -> None:
                     "KL in nats per answer": first["eval_distill/reverse_kl"] * first["eval_generation/length"],
                     "changed answers": changed_answers(lab, student, run),
                 }
-                results.setdefault(f"{method.upper()}, {rate}", []).append(values | sums(lab, run) | speed(run))
+                table.add(f"{method.upper()}, {rate}", values | sums(lab, run) | speed(run), seed)
     runs = [lab.home / f"preference_{method}_2e-5_{lab.seeds[0]}" for method in ("dpo", "kto", "cpo")]
     draw(lab, "preferences", runs, "eval_rewards/accuracies")
-    report(lab, "preferences", results)
 
 
 def draw(lab: Lab, name: str, runs: Iterable[Path], metric: str) -> None:
-    """Write the curves of a metric in some runs to NAME.svg."""
-    lab.command("compare", *runs, "--metrics", metric, "--output", lab.home / f"{name}.svg")
+    """Write the curves of a metric in some runs to NAME.svg, unless it exists."""
+    chart = lab.home / f"{name}.svg"
+    if not chart.is_file():
+        lab.command("compare", *runs, "--metrics", metric, "--output", chart)
 
 
 def show_answers(lab: Lab, name: str, models: Mapping[str, Path], prompts: Path, longest: int) -> None:
@@ -254,7 +295,7 @@ def changed_answers(lab: Lab, initial: Path, model: Path) -> float:
 
 def cross(lab: Lab) -> None:
     """d. Gemma 3 270M teaches SmolLM2, and the reverse: KD and OPD across tokenizers, and SFT without a teacher."""
-    results: Results = {}
+    table = Table(lab, "cross")
     names = {"smollm2": "SmolLM2", "gemma3": "Gemma 3"}
     for student, teacher in (("smollm2", "gemma3"), ("gemma3", "smollm2")):
         template = f"model.chat_template={HERE / 'gemma3.jinja'}"
@@ -270,15 +311,16 @@ def cross(lab: Lab) -> None:
             after = (f"model.name_or_path={sft}", f"train.seed={seed}", section)
             opd = lab.train("cross_opd", f"cross_opd_{student}_{seed}", *after)
             for label, run in (("SFT", sft), (f"KD from {names[teacher]}", kd), (f"OPD from {names[teacher]}", opd)):
-                results.setdefault(f"{names[student]}, {label}", []).append(losses(lab, run) | speed(run))
-    report(lab, "cross", results)
+                table.add(f"{names[student]}, {label}", losses(lab, run) | speed(run), seed)
 
 
 def on_policy(lab: Lab) -> None:
     """e. A teacher of additions: SFT on its answers, KD and OPD with equal tokens and equal seconds, and forgetting."""
     student, teacher = sums_models(lab)
     models = {"SmolLM2": lab.home / "smollm2", "student": student, "teacher": teacher}
-    results: Results = {name: [sums(lab, model)] for name, model in models.items()}
+    table = Table(lab, "on_policy")
+    for name, model in models.items():
+        table.add(name, sums(lab, model))
     prompts = ["--prompts", DATA / "sums_prompts.jsonl", "--limit", lab.limit(768), "--apply_chat_template"]
     sampled = lab.write("sample", teacher, *prompts, "--max_completion_length", 12, out=lab.home / "sums_sampled.jsonl")
     answers = lab.home / "sums_answers.jsonl"
@@ -309,11 +351,10 @@ def on_policy(lab: Lab) -> None:
             ),
         }  # fmt: skip
         for name, run in runs.items():
-            results.setdefault(name, []).append(sums(lab, run) | speed(run))
+            table.add(name, sums(lab, run) | speed(run), seed)
         if seed == lab.seeds[0]:
             draw(lab, "on_policy", runs.values(), "eval_exact_match")
             show_answers(lab, "on_policy", models | runs, DATA / "sums_heldout.jsonl", 12)
-    report(lab, "on_policy", results)
 
 
 def sums_models(lab: Lab) -> tuple[Path, Path]:
@@ -338,7 +379,8 @@ def rounds(lab: Lab) -> None:
     options = [f"model.name_or_path={student}", f"data.train.path={pairs}", f"data.eval.path={heldout}"]
     judge = lab.train("sums_rm", "sums_judge", *options)
     accuracy = lab.evaluate(judge, "pairs", "--data", heldout, "--batch_size", 32)
-    results: Results = {"student": [sums(lab, student)]}
+    table = Table(lab, "rounds", f"Held-out pair accuracy of the reward model: {accuracy['pair_accuracy']:.1%}.")
+    table.add("student", sums(lab, student))
     right = f"{{by: teacher, name: {student}}}" if lab.fast else "exact_match"  # see sampled_pairs
     judges = {"exact match": right, "reward model": f"{{by: model, name: {judge}, batch_size: 32}}"}
     for name, section in judges.items():
@@ -346,10 +388,9 @@ def rounds(lab: Lab) -> None:
             folder = f"rounds_{name.split()[0]}_{seed}"
             options = [f"model.name_or_path={student}", f"train.seed={seed}", f"rounds.judge={section}"]
             run = lab.train("rounds", folder, *options)
-            results.setdefault(f"rounds, {name}", []).append(sums(lab, run) | speed(run))
+            table.add(f"rounds, {name}", sums(lab, run) | speed(run), seed)
     runs = [lab.home / f"rounds_{name.split()[0]}_{lab.seeds[0]}" for name in judges]
     draw(lab, "rounds", runs, "eval_exact_match")
-    report(lab, "rounds", results, f"Held-out pair accuracy of the reward model: {accuracy['pair_accuracy']:.1%}.")
 
 
 def sampled_pairs(lab: Lab, student: Path) -> tuple[Path, Path, Path]:
@@ -422,19 +463,6 @@ def speed(folder: Path) -> dict[str, float]:
     return {"minutes": training_seconds(folder) / 60}
 
 
-def report(lab: Lab, name: str, results: Results, note: str = "") -> None:
-    """Write the table of an experiment, with the mean and the standard error of the seeds, and print it."""
-    columns = list(dict.fromkeys(column for rows in results.values() for row in rows for column in row))
-    lines = ["| | " + " | ".join(columns) + " |", "|" + "---|" * (len(columns) + 1)]
-    for title, rows in results.items():
-        cells = [cell(column, [row[column] for row in rows if column in row]) for column in columns]
-        lines.append(f"| {title} | " + " | ".join(cells) + " |")
-    page = "\n".join([*lines, *([f"\n{note}"] if note else [])]) + "\n"
-    (lab.home / f"{name}.md").write_text(page, encoding="utf-8")
-    (lab.home / f"{name}.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    print(f"\n{EXPERIMENTS[name].__doc__}\n\n{page}", flush=True)
-
-
 SHARES = {
     "exact match",
     "well-formed answers",
@@ -462,7 +490,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the experiments that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="EXPERIMENT", help=f"{', '.join(EXPERIMENTS)} (default: all)")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="default: 0 1 2")
+    parser.add_argument("--seeds", type=int, nargs="+", help="default: 0 1 2 for prune and on_policy, 0 for others")
     parser.add_argument("--output", type=Path, help="default: outputs/real, with --fast outputs/real_fast")
     parser.add_argument("--fast", action="store_true", help="two steps of each run")
     arguments = parser.parse_args(argv)
@@ -478,9 +506,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             (output / name).symlink_to((MODELS / name).resolve())
     for folder in ("answers", "evaluations"):
         (output / folder).mkdir(parents=True, exist_ok=True)
-    lab = Lab(output, arguments.seeds, arguments.fast)
     for name in arguments.names or EXPERIMENTS:
-        EXPERIMENTS[name](lab)
+        EXPERIMENTS[name](Lab(output, arguments.seeds or SEEDS.get(name, [0]), arguments.fast))
+        print(f"\n{EXPERIMENTS[name].__doc__}\n\n{(output / name).with_suffix('.md').read_text('utf-8')}", flush=True)
     return 0
 
 
