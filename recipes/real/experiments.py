@@ -40,6 +40,10 @@ ROWS = 320
 """Rows of GSM8K that a run trains on."""
 ANSWERED = 50
 """Held-out problems of GSM8K that a model is evaluated on, one batch."""
+SOLUTION_TOKENS = 144
+"""Longest answer to a problem of GSM8K."""
+SUM_TOKENS = 12
+"""Longest answer to an addition."""
 SEEDS = {"prune": [0, 1, 2], "on_policy": [0, 1, 2]}
 """Seeds of the experiments that run with several unless the command line names others."""
 Row = dict[str, Any]
@@ -169,7 +173,7 @@ def prune(lab: Lab) -> None:
                     models[f"{count} layers, {name}"] = run
         if count == 20:
             draw(lab, "prune", [run for name, run in models.items() if "KD" in name], "eval_distill/divergence")
-            show_answers(lab, "prune", models, DATA / "gsm8k_heldout.jsonl", 144)
+            show_answers(lab, "prune", models, DATA / "gsm8k_heldout.jsonl", SOLUTION_TOKENS)
 
 
 def prune_runs(lab: Lab, count: int, pruned: Path, seed: int) -> Iterator[tuple[str, Path]]:
@@ -197,7 +201,7 @@ def prune_runs(lab: Lab, count: int, pruned: Path, seed: int) -> Iterator[tuple[
 
 def losses(lab: Lab, model: Path) -> dict[str, float]:
     """Return the losses of a model on held-out problems and general text, and what its greedy answers are like."""
-    options = ["--apply_chat_template", "--max_completion_length", lab.limit(144), "--batch_size", 50]
+    options = ["--apply_chat_template", "--max_completion_length", lab.limit(SOLUTION_TOKENS), "--batch_size", 50]
     options += ["--metrics", HERE / "well_formed", "--limit", ANSWERED]
     heldout = lab.evaluate(model, "heldout", "--data", DATA / "gsm8k_heldout.jsonl", *options)
     general = lab.evaluate(model, "general", "--data", DATA / "general.jsonl")
@@ -223,7 +227,7 @@ def lora(lab: Lab) -> None:
         if seed == lab.seeds[0]:
             draw(lab, "lora", runs.values(), "loss")
             models = {"before": whole, "after SFT with LoRA": runs["SFT with LoRA"]}
-            show_answers(lab, "lora", models, DATA / "gsm8k_heldout.jsonl", 144)
+            show_answers(lab, "lora", models, DATA / "gsm8k_heldout.jsonl", SOLUTION_TOKENS)
 
 
 def preferences(lab: Lab) -> None:
@@ -285,7 +289,7 @@ def block(text: str) -> str:
 def changed_answers(lab: Lab, initial: Path, model: Path) -> float:
     """Return the share of the greedy answers to held-out problems that differ from those of the initial model."""
     options = ["--prompts", DATA / "sums_judge_heldout.jsonl", "--apply_chat_template", "--temperature", 0]
-    options += ["--max_completion_length", 12, "--limit", lab.limit(128)]
+    options += ["--max_completion_length", SUM_TOKENS, "--limit", lab.limit(128)]
     texts = []
     for each in (initial, model):
         out = lab.home / "answers" / f"{each.name}_greedy.jsonl"
@@ -322,7 +326,9 @@ def on_policy(lab: Lab) -> None:
     for name, model in models.items():
         table.add(name, sums(lab, model))
     prompts = ["--prompts", DATA / "sums_prompts.jsonl", "--limit", lab.limit(768), "--apply_chat_template"]
-    sampled = lab.write("sample", teacher, *prompts, "--max_completion_length", 12, out=lab.home / "sums_sampled.jsonl")
+    sampled = lab.write(
+        "sample", teacher, *prompts, "--max_completion_length", SUM_TOKENS, out=lab.home / "sums_sampled.jsonl"
+    )
     answers = lab.home / "sums_answers.jsonl"
     # as text: sampled rows have token ids, and the held-out rows of the recipes have none
     texts = ({"prompt": row["messages"][-1]["content"], "completion": row["completion"]} for row in read(sampled))
@@ -354,7 +360,7 @@ def on_policy(lab: Lab) -> None:
             table.add(name, sums(lab, run) | speed(run), seed)
         if seed == lab.seeds[0]:
             draw(lab, "on_policy", runs.values(), "eval_exact_match")
-            show_answers(lab, "on_policy", models | runs, DATA / "sums_heldout.jsonl", 12)
+            show_answers(lab, "on_policy", models | runs, DATA / "sums_heldout.jsonl", SUM_TOKENS)
 
 
 def sums_models(lab: Lab) -> tuple[Path, Path]:
@@ -366,7 +372,7 @@ def sums_models(lab: Lab) -> tuple[Path, Path]:
 
 def sums(lab: Lab, model: Path) -> dict[str, float]:
     """Return the exact match of a model on additions, and its perplexity on general text."""
-    options = ["--apply_chat_template", "--max_completion_length", 12, "--batch_size", 100]
+    options = ["--apply_chat_template", "--max_completion_length", SUM_TOKENS, "--batch_size", 100]
     heldout = lab.evaluate(model, "sums", "--data", DATA / "sums_heldout.jsonl", *options)
     general = lab.evaluate(model, "general", "--data", DATA / "general.jsonl")
     return {"exact match": heldout["exact_match"], "general perplexity": general["perplexity"]}
@@ -397,7 +403,7 @@ def sampled_pairs(lab: Lab, student: Path) -> tuple[Path, Path, Path]:
     """Return files with right and wrong answers of the student: pairs, labeled answers, and held-out pairs."""
     judged = {}
     for name in ("sums_judge", "sums_judge_heldout"):
-        options = ["--n", 4, "--max_completion_length", 12, "--limit", lab.limit(512), "--apply_chat_template"]
+        options = ["--n", 4, "--max_completion_length", SUM_TOKENS, "--limit", lab.limit(512), "--apply_chat_template"]
         prompts = DATA / f"{name}.jsonl"
         answers = lab.write("sample", student, "--prompts", prompts, *options, out=lab.home / f"{name}_answers.jsonl")
         known = lab.home / f"{name}_known.jsonl"
