@@ -84,7 +84,7 @@ class Lab:
     def write(self, command: str, *words: object, out: Path) -> Path:
         """Return the file or folder that a command writes, which runs unless it exists."""
         if not out.exists():
-            self.command(command, *words, *(["--out", out] if command != "prune" else [out]))
+            self.command(command, *words, *([out] if command in ("merge", "prune") else ["--out", out]))
         return out
 
     def evaluate(self, model: Path, name: str, *options: object) -> dict[str, float]:
@@ -155,8 +155,8 @@ class Table:
 
 
 def prune(lab: Lab) -> None:
-    """a. SmolLM2 with 20 and with 15 of its 30 layers: SFT, KD and OPD after KD."""
-    whole = lab.home / "smollm2"
+    """a. The model of experiment b with 20 and with 15 of its 30 layers: SFT, KD and OPD after KD."""
+    whole = merged_solver(lab)
     criterion = ["--data", DATA / "gsm8k_train.jsonl", "--limit", lab.limit(32)]
     table = Table(lab, "prune")
     full = table.add("all 30 layers", losses(lab, whole))["held-out loss"]
@@ -165,7 +165,7 @@ def prune(lab: Lab) -> None:
         worst = table.add(f"{count} layers", losses(lab, pruned))["held-out loss"]
         models = {"all 30 layers": whole, f"{count} layers": pruned}
         for seed in lab.seeds:
-            for name, run in prune_runs(lab, count, pruned, seed):
+            for name, run in prune_runs(lab, count, pruned, whole, seed):
                 values = losses(lab, run) | speed(run)
                 recovered = (worst - values["held-out loss"]) / (worst - full)
                 table.add(f"{count} layers, {name}", values | {"recovered": recovered}, seed)
@@ -176,18 +176,24 @@ def prune(lab: Lab) -> None:
             show_answers(lab, "prune", models, DATA / "gsm8k_heldout.jsonl", SOLUTION_TOKENS)
 
 
-def prune_runs(lab: Lab, count: int, pruned: Path, seed: int) -> Iterator[tuple[str, Path]]:
+def merged_solver(lab: Lab) -> Path:
+    """Return the model of experiment b, SmolLM2 after SFT on GSM8K, with its adapter merged."""
+    run = lab.train("gsm8k_lora", "gsm8k_lora_0", "train.seed=0")
+    return lab.write("merge", run, out=lab.home / "gsm8k_merged")
+
+
+def prune_runs(lab: Lab, count: int, pruned: Path, whole: Path, seed: int) -> Iterator[tuple[str, Path]]:
     """Train a pruned model with one seed, and yield the name and the folder of each run."""
-    whole = lab.home / "smollm2"
     ending = f"{count}_{seed}"
     common = (f"model.name_or_path={pruned}", f"train.seed={seed}")
+    second = f"teacher.name_or_path={whole}"
     sft = lab.train("prune_sft", f"prune_sft_{ending}", *common)
     yield "SFT", sft
-    kd = lab.train("prune_kd", f"prune_kd_{ending}", *common)
+    kd = lab.train("prune_kd", f"prune_kd_{ending}", *common, second)
     yield "KD", kd
     if count != 20:
         return
-    opd = (f"model.name_or_path={kd}", f"train.seed={seed}")
+    opd = (f"model.name_or_path={kd}", f"train.seed={seed}", second)
     yield "OPD after KD", lab.train("prune_opd", f"prune_opd_{ending}", *opd)
     rows = lab.limit(round(ROWS * training_seconds(kd) / training_seconds(sft)))
     longer = lab.train("prune_sft", f"prune_sft_longer_{ending}", *common, f"data.train.limit={rows}")
