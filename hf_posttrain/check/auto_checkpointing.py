@@ -50,7 +50,7 @@ def disable_unneeded_checkpointing(
     without = copy.copy(config)
     without.activation_checkpointing = False
     try:
-        needed = estimate(recipe, without, trainer_class, rows, engine, memory_gib)
+        needed = estimate(recipe, without, trainer_class, rows, engine, memory_gib, with_advice=False)
     except ValueError as error:  # an architecture that cannot be counted
         logger.info("activation_checkpointing: on (the memory that the run needs without it is unknown: %s)", error)
         return

@@ -397,6 +397,7 @@ def estimate(
     rows: Mapping[str, AnyDataset | None],
     engine: Engine | None = None,
     memory_gib: float | None = None,
+    with_advice: bool = True,
 ) -> MemoryEstimate:
     """Return the memory that a training needs on each device.
 
@@ -407,6 +408,7 @@ def estimate(
         rows: Prepared rows of each data set, from `prepare_data`.
         engine: Engine in place of this process's. For GPUs the recipe gets its defaults there, such as bf16.
         memory_gib: Memory of a device in GiB, in place of this machine's.
+        with_advice: Whether to look for overrides that fit if the run does not, which takes several estimates.
     """
     engine = engine or engine_from_config(config)
     available = int(memory_gib * GIB) if memory_gib else None
@@ -427,7 +429,8 @@ def estimate(
         run = run.with_changes("train", {"bf16": True})
     with warnings.catch_warnings(action="ignore"):
         result = run.estimate()
-        result.advice = [] if result.fits else advice(result, run, Run.estimate)
+        if with_advice and not result.fits:
+            result.advice = advice(result, run, Run.estimate)
     return result
 
 
