@@ -191,6 +191,7 @@ def prune_runs(lab: Lab, count: int, pruned: Path, whole: Path, seed: int) -> It
     yield "SFT", sft
     kd = lab.train("prune_kd", f"prune_kd_{ending}", *common, second)
     yield "KD", kd
+    yield "KD and SFT", lab.train("prune_kd", f"prune_kd_sft_{ending}", *common, second, "train.kd_coef=0.5")
     if count != 20:
         return
     opd = (f"model.name_or_path={kd}", f"train.seed={seed}", second)
