@@ -164,8 +164,11 @@ def prune(lab: Lab) -> None:
         pruned = lab.write("prune", whole, "--keep_layers", count, *criterion, out=lab.home / f"layers_{count}")
         worst = table.add(f"{count} layers", losses(lab, pruned))["held-out loss"]
         models = {"all 30 layers": whole, f"{count} layers": pruned}
-        for seed in lab.seeds:
-            for name, run in prune_runs(lab, count, pruned, whole, seed):
+        trained = [(seed, prune_runs(lab, count, pruned, whole, seed)) for seed in lab.seeds]
+        if count == 20:
+            trained.append((lab.seeds[0], cached_kd_runs(lab, pruned, whole, lab.seeds[0])))
+        for seed, runs in trained:
+            for name, run in runs:
                 values = losses(lab, run) | speed(run)
                 recovered = (worst - values["held-out loss"]) / (worst - full)
                 table.add(f"{count} layers, {name}", values | {"recovered": recovered}, seed)
@@ -199,11 +202,14 @@ def prune_runs(lab: Lab, count: int, pruned: Path, whole: Path, seed: int) -> It
     rows = lab.limit(round(ROWS * training_seconds(kd) / training_seconds(sft)))
     longer = lab.train("prune_sft", f"prune_sft_longer_{ending}", *common, f"data.train.limit={rows}")
     yield "SFT, the seconds of KD", longer
-    if seed == lab.seeds[0]:
-        for cache, options in {"top 64": ", top_k: 64", "hidden states": ""}.items():
-            teacher = f"teacher={{name_or_path: {whole}, precompute: true{options}}}"
-            run = lab.train("prune_kd", f"prune_kd_{cache.split()[-1]}_{ending}", *common, teacher)
-            yield f"KD, cached {cache}", run
+
+
+def cached_kd_runs(lab: Lab, pruned: Path, whole: Path, seed: int) -> Iterator[tuple[str, Path]]:
+    """Train the model with 20 layers by KD from a teacher that is read from a cache, and yield names and folders."""
+    for cache, options in {"top 64": ", top_k: 64", "hidden states": ""}.items():
+        teacher = f"teacher={{name_or_path: {whole}, precompute: true{options}}}"
+        common = (f"model.name_or_path={pruned}", f"train.seed={seed}", teacher)
+        yield f"KD, cached {cache}", lab.train("prune_kd", f"prune_kd_{cache.split()[-1]}_20_{seed}", *common)
 
 
 def losses(lab: Lab, model: Path) -> dict[str, float]:
