@@ -175,7 +175,8 @@ def prune(lab: Lab) -> None:
                 if seed == lab.seeds[0]:
                     models[f"{count} layers, {name}"] = run
         if count == 20:
-            draw(lab, "prune", [run for name, run in models.items() if "KD" in name], "eval_distill/divergence")
+            kd = [run for name, run in models.items() if name.startswith(f"{count} layers, KD")]
+            draw(lab, "prune", kd, "eval_distill/divergence")
             show_answers(lab, "prune", models, DATA / "gsm8k_heldout.jsonl", SOLUTION_TOKENS)
 
 
