@@ -1,6 +1,8 @@
 """recipes/real: the recipes load, and the driver writes rows and tables. The runs themselves are in tests/real."""
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 
@@ -8,6 +10,7 @@ from hf_posttrain.commands.metrics import load_metric, measure
 from hf_posttrain.methods import METHODS, config_class
 from hf_posttrain.recipe.read import load_recipe, train_config
 from recipes.real import experiments, make_data
+from recipes.real import lab as labs
 
 RECIPES = sorted(experiments.HERE.glob("*.yaml"))
 
@@ -20,13 +23,6 @@ def test_every_recipe_of_an_experiment_loads(path):
     assert "Experiment" in path.read_text().splitlines()[1]
 
 
-def test_each_recipe_is_run_by_the_driver():
-    text = (experiments.HERE / "experiments.py").read_text()
-    for path in RECIPES:
-        name = path.stem.replace("preference_dpo", "preference_{method}")
-        assert f'"{name}"' in text or path.stem in ("preference_kto", "preference_cpo"), path.stem
-
-
 def test_rows_are_short_problems_passages_and_additions(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(make_data, "HELDOUT", 2)
@@ -35,7 +31,7 @@ def test_rows_are_short_problems_passages_and_additions(tmp_path, monkeypatch):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in problems))
     monkeypatch.setattr("sys.argv", ["make_data", "--gsm8k", str(tmp_path)])
     assert make_data.main() == 0
-    written = {path.stem: experiments.read(path) for path in make_data.FOLDER.glob("*.jsonl")}
+    written = {path.stem: labs.read(path) for path in make_data.FOLDER.glob("*.jsonl")}
     assert [row["completion"] for row in written["gsm8k_train"]] == ["#### 1", "#### 3", "#### 4", "#### 5"]
     assert len(written["gsm8k_heldout"]) == 2
     texts = [row["text"] for row in written["general"]]
@@ -50,88 +46,133 @@ def test_rows_are_short_problems_passages_and_additions(tmp_path, monkeypatch):
 
 
 def test_a_table_has_means_and_standard_errors(tmp_path):
-    lab = experiments.Lab(tmp_path, [0, 1], False)
-    table = experiments.Table(lab, "rounds", "A note.")
+    lab = labs.Lab(tmp_path, [0, 1])
+    table = labs.Table(lab, "rounds", "A note.")
     table.add("student", {"exact match": 0.5})
     table.add("rounds", {"exact match": 0.25, "minutes": 2.0})
-    experiments.Table(lab, "rounds", "A note.").add("rounds", {"exact match": 0.75, "minutes": 3.0}, 1)  # a later run
+    assert "±" not in (tmp_path / "rounds.md").read_text()
+    labs.Table(lab, "rounds", "A note.").add("rounds", {"exact match": 0.75, "minutes": 3.0}, 1)  # a later call
     assert (tmp_path / "rounds.md").read_text().splitlines() == [
         "| | exact match | minutes | seeds |", "|---|---|---|---|", "| student | 50.0% |  | 1 |",
-        "| rounds | 50.0% ± 25.0% | 2.50 ± 0.50 | 2 |", "", "A note.",
+        "| rounds | 50.0% ± 25.0% | 2.50 ± 0.50 | 2 |", "",
+        "After ± is the standard error of the seeds.", "", "A note.",
     ]  # fmt: skip
+
+
+RAN = {
+    "prune": {"gsm8k_lora", "prune_sft", "prune_kd", "prune_opd"}, "lora": {"gsm8k_lora"},
+    "preferences": {"sums_sft", "preference_dpo", "preference_kto", "preference_cpo", "preference_kl"},
+    "cross": {"cross_sft", "cross_kd", "cross_opd"}, "on_policy": {"sums_sft", "sums_kd", "sums_opd"},
+    "rounds": {"sums_sft", "sums_rm", "rounds"},
+}  # fmt: skip
+"""Experiment -> the recipes that it runs."""
+
+
+def test_each_recipe_belongs_to_an_experiment():
+    assert {*RAN} == {*experiments.EXPERIMENTS}
+    assert set().union(*RAN.values()) == {path.stem for path in RECIPES}
+
+
+ONE_SEED = {"lora": 1, "preferences": 1, "rounds": 1, "cross": 1, "prune": 5, "on_policy": 5}
+"""Experiment -> the number of rows with one seed: models before training, and runs with the first seed only."""
 
 
 @pytest.mark.parametrize("name", experiments.EXPERIMENTS)
 def test_overrides_of_an_experiment_are_those_of_recipes_that_load(name, tmp_path, monkeypatch):
     """Each run is loaded instead of trained, and has results as if it had been."""
-    ran = []
+    folders = []
+    recipes = set()
     logs = [{"step": 8, "loss": 1.0, "eval_runtime": 0.0, "eval_rewards/accuracies": 0.5}]
     logs += [{"step": 8, "eval_distill/reverse_kl": 0.1, "eval_generation/length": 5.0}]
 
     def python(self, *words, logged=False):
         _, module, first, *rest = map(str, words)
         if module.endswith("trl_lora"):
-            folder = experiments.Path(first)
-            folder.mkdir()
-            ran.append(folder.name)
+            write_run(Path(first))
         elif first.endswith(".yaml"):
             recipe = load_recipe(first, rest)
             read = {word for word in json.dumps(recipe.to_dict()).split('"') if word.startswith("outputs/real/")}
             # other rows and models are those of the folder of the experiments
             assert {word.removeprefix("outputs/real/").split("/")[0] for word in read} <= {"data", "smollm2", "gemma3"}
             config = train_config(recipe, config_class(METHODS[recipe.method]))
-            folder = experiments.Path(config.output_dir)
-            folder.mkdir(parents=True)
-            (folder / "trainer_state.json").write_text(json.dumps({"log_history": logs}))
-            ran.append(folder.name)
+            write_run(Path(config.output_dir))
+            recipes.add(Path(first).stem)
         elif "--out" in rest:
             asked = [{"role": "user", "content": "12+3="}]
             rows = [{"prompt": "12+3=", "completion": "#### 15", "stopped": True, "messages": asked}]
-            experiments.write(experiments.Path(rest[rest.index("--out") + 1]), rows)
-        elif first == "prune":
-            experiments.Path(rest[-1]).mkdir()
+            labs.write(Path(rest[rest.index("--out") + 1]), rows)
+        else:  # merge, prune, compare, eval
+            Path(rest[rest.index("--output") + 1] if "--output" in rest else rest[-1]).mkdir(parents=True)
         metrics = dict.fromkeys(
             ("answer_nll", "exact_match", "perplexity", "pair_accuracy", "stopped", "well_formed"), 0.5
         )
         return json.dumps([{"metrics": {**metrics, "answer_nll": 2.0 if "layers" in rest[0] else 1.0}}])
 
-    monkeypatch.setattr(experiments.Lab, "python", python)
+    def write_run(folder):
+        folder.mkdir(parents=True)
+        (folder / "trainer_state.json").write_text(json.dumps({"log_history": logs}))
+        folders.append(folder.name)
+
+    monkeypatch.setattr(labs.Lab, "python", python)
+    monkeypatch.setattr(labs.Lab, "seconds", lambda self, run: 60.0)
     monkeypatch.setattr(experiments, "find_spec", lambda name: True)
-    monkeypatch.setattr(experiments, "training_seconds", lambda folder: 60.0)
-    for folder in ("answers", "evaluations"):
-        (tmp_path / folder).mkdir()
-    lab = experiments.Lab(tmp_path, [0, 1], False)
+    lab = labs.Lab(tmp_path, [0, 1])
     experiments.EXPERIMENTS[name](lab)
-    assert len({*ran}) == len(ran) > 1
+    assert len({*folders}) == len(folders) > 1
+    assert recipes == RAN[name]
     assert (tmp_path / f"{name}.md").is_file()
-    results = json.loads((tmp_path / f"{name}.json").read_text())
-    assert {tuple(seeds) for seeds in results.values()} <= {("0",), ("0", "1")}
+    seeds = [tuple(row) for row in json.loads((tmp_path / f"{name}.json").read_text()).values()]
+    assert {*seeds} == {("0",), ("0", "1")}
+    assert seeds.count(("0",)) == ONE_SEED[name]
+    assert [*tmp_path.glob("*_answers.md")]
+    before = len(folders)
+    experiments.EXPERIMENTS[name](lab)
+    assert len(folders) == before  # nothing is repeated
 
 
-def test_a_run_or_file_that_exists_is_not_repeated(tmp_path, monkeypatch):
-    lab = experiments.Lab(tmp_path, [0], True)
+def test_what_is_complete_is_not_repeated(tmp_path, monkeypatch):
+    lab = labs.Lab(tmp_path, [0], fast=True)
     commands = []
-    monkeypatch.setattr(experiments.Lab, "python", lambda self, *words, **options: commands.append(words) or "")
+
+    def python(self, *words, logged=False):
+        commands.append(words)
+        (tmp_path / "new").mkdir()  # an incomplete folder was removed
+        return "printed"
+
+    monkeypatch.setattr(labs.Lab, "python", python)
     (tmp_path / "new").mkdir()
-    (tmp_path / "done").mkdir()
-    (tmp_path / "done" / "seconds.json").write_text("1.0")
-    assert lab.train("rounds", "done") == tmp_path / "done"
-    assert lab.write("sample", "model", out=tmp_path / "done") == tmp_path / "done"
-    assert not commands
-    lab.train("rounds", "new", "train.seed=1")
+    (tmp_path / "new" / "half").write_text("")
+    assert lab.train("rounds", "new", "train.seed=1") == tmp_path / "new"
     [words] = commands
     assert {"train.seed=1", f"train.output_dir={tmp_path / 'new'}", "train.max_steps=2"} <= {*words}
+    assert lab.train("rounds", "new", "train.seed=1") == tmp_path / "new"
+    assert len(commands) == 1
+    with pytest.raises(SystemExit, match=r"new was made with other settings\. Choose another folder with --output"):
+        lab.train("rounds", "new", "train.seed=2")
+    shutil.rmtree(tmp_path / "new")
+    lab.train("rounds", "new", "train.seed=2")
+    assert lab.make(tmp_path / "new", *commands[-1], recipe=(labs.HERE / "rounds.yaml").read_text()) == "printed"
+    assert len(commands) == 2
 
 
-def test_seconds_of_training_are_without_those_of_evaluation(tmp_path):
+def test_minutes_are_without_those_of_evaluation(tmp_path):
     logs = [{"loss": 1.0}, {"eval_loss": 1.0, "eval_runtime": 2.5}, {"eval_runtime": 1.5}, {"train_runtime": 8.0}]
-    (tmp_path / "seconds.json").write_text("10.0\n")
-    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": logs}))
-    assert experiments.training_seconds(tmp_path) == 6.0
-    assert experiments.speed(tmp_path) == {"minutes": 0.1}
+    lab = labs.Lab(tmp_path, [0])
+    run = tmp_path / "run"
+    run.mkdir()
+    labs.write_text(lab.record(run), json.dumps({"seconds": 10.0}))
+    (run / "trainer_state.json").write_text(json.dumps({"log_history": logs}))
+    assert lab.seconds(run) == 6.0
+    assert lab.minutes(run, run) == {"minutes": 0.2}
+
+
+def test_a_fast_call_does_not_write_to_the_folder_of_full_runs(capsys):
+    with pytest.raises(SystemExit):
+        experiments.main(["rounds", "--fast", "--output", "outputs/real"])
+    assert "--fast does not write to outputs/real" in capsys.readouterr().err
 
 
 def test_the_share_of_well_formed_answers():
     metric = load_metric(str(experiments.HERE / "well_formed"))
-    answers = ["2 + 2 = 4\n#### 4", "#### 1,200.5 ", "#### 4 apples", "4"]
+    answers = ["2 + 2 = 4\n#### 4", "#### 1,200.5 ", "#### 4 apples", "is #### 4"]
     assert measure("well_formed", metric, answers, answers) == {"well_formed": 0.5}

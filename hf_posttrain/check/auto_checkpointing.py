@@ -41,12 +41,12 @@ def disable_unneeded_checkpointing(
         memory_gib: Memory of a device in GiB, in place of this machine's.
     """
     names = ("activation_checkpointing", "gradient_checkpointing")
-    engine = engine or engine_from_config(config)
     options = {*names, *(f"{name}_kwargs" for name in names)}
     if options & recipe.train.keys() or not isinstance(rows["train"], datasets.Dataset):
         return
     if load_skeleton(recipe.model).config.get_text_config()._attn_implementation == "eager":
         return  # eager attention saves scores of tokens by tokens, which the estimate does not count
+    engine = engine or engine_from_config(config)
     without = copy.copy(config)
     without.activation_checkpointing = False
     try:
@@ -59,8 +59,7 @@ def disable_unneeded_checkpointing(
     enough = not needed.notes and total <= MAX_MEMORY_SHARE * (needed.available or 0)
     [enough] = broadcast_object_list([enough])
     if enough:
-        vars(config).update(dict.fromkeys(names, False))
-        config.snapshot_options()  # both values are valid: the trainer does not check all options again
+        config.set_checked(**dict.fromkeys(names, False))
     logger.info(
         "activation_checkpointing: %s (without it the run needs about %.1f of %.1f GiB)",
         "off" if enough else "on",

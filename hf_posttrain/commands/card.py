@@ -24,6 +24,7 @@ COLUMNS = {
     "rejected": "The worse answer.",
     "label": "Whether the answer is good.",
     "score": "Score of the judge. Higher is better.",
+    "judge": "Judge that gave the score.",
     "stopped": "Whether the answer ended with a terminal token.",
     "reference": "The right answer.",
     "messages": "The prompt as messages.",
@@ -34,7 +35,14 @@ COLUMNS = {
     "logps": "Log-probabilities of the tokens of the answer.",
     "used": "1 if the answer was trained as a good one, -1 as a bad one, 0 if it was not trained.",
 }
-SIZES = {1_000: "n<1K", 10_000: "1K<n<10K", 100_000: "10K<n<100K", 1_000_000: "100K<n<1M", 10_000_000: "1M<n<10M"}
+SIZES = {
+    1_000: "n<1K",
+    10_000: "1K<n<10K",
+    100_000: "10K<n<100K",
+    1_000_000: "100K<n<1M",
+    10_000_000: "1M<n<10M",
+    100_000_000: "10M<n<100M",
+}
 """Number of rows that is too large for a size category of the Hub -> the category."""
 MAX_EXAMPLE_CHARACTERS = 2_000
 """Longest text of the example row."""
@@ -111,7 +119,7 @@ def render_card(files: Sequence[Path], model: str | None, run: Run | None) -> st
             raise InputError(f"{file} has no rows")
         rows += added
     model = model or (run.base_model if run else None)
-    size = next((name for limit, name in SIZES.items() if len(rows) < limit), "n>10M")
+    size = next((name for limit, name in SIZES.items() if len(rows) < limit), "100M<n<1B")
     front_matter = DatasetCardData(
         task_categories=["text-generation"],
         size_categories=[size],
@@ -141,10 +149,19 @@ def render_card(files: Sequence[Path], model: str | None, run: Run | None) -> st
 
 def shorten(row: dict[str, Any]) -> dict[str, Any]:
     """Return a row without lists of numbers, whose long texts end with "..."."""
-    shown = {}
-    for name, value in row.items():
-        if isinstance(value, list) and all(isinstance(item, int | float) for item in value):
-            continue
-        is_long = isinstance(value, str) and len(value) > MAX_EXAMPLE_CHARACTERS
-        shown[name] = value[:MAX_EXAMPLE_CHARACTERS] + "..." if is_long else value
-    return shown
+    return {
+        name: shorten_texts(value)
+        for name, value in row.items()
+        if not isinstance(value, list) or not all(isinstance(item, int | float) for item in value)
+    }
+
+
+def shorten_texts(value: Any) -> Any:
+    """Return a value of JSON whose long texts end with "..."."""
+    if isinstance(value, str):
+        return value if len(value) <= MAX_EXAMPLE_CHARACTERS else value[:MAX_EXAMPLE_CHARACTERS] + "..."
+    if isinstance(value, list):
+        return [shorten_texts(item) for item in value]
+    if isinstance(value, dict):
+        return {name: shorten_texts(item) for name, item in value.items()}
+    return value

@@ -4,154 +4,39 @@
 
 Run `make real-models` first. Each experiment runs the recipes of this folder and commands of hf-posttrain, and writes
 its table to FOLDER/NAME.md after each run. A run or file that is complete is not repeated: after an interruption, run
-the same command again. The values of all seeds are in FOLDER/NAME.json: with a copy of this file, another machine adds
-seeds to the table. `--fast` runs a few steps of each recipe, which shows that everything works.
+the same command again. FOLDER/made records how each of them was made. `--fast` runs a few steps of each recipe, which
+shows that everything works.
 """
 
 import argparse
-import json
-import math
 import os
+import shutil
 import statistics
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
-from hf_posttrain.recipe.read import load_recipe
+import torch
+
 from hf_posttrain.scoring.cpu import bf16_instructions
 
-HERE = Path(__file__).parent
+from .lab import HERE, Lab, Row, Table, history, read, write, write_text
+
 MODELS = Path("outputs/real")
 """Folder in which `make real-models` links the models and writes the rows."""
 DATA = MODELS / "data"
-FAST = [
-    "train.max_steps=2",
-    "train.logging_steps=1",
-    "data.eval.limit=2",
-    "data.train.limit=64",
-]
-"""Overrides that only show that everything runs."""
 ROWS = 320
-"""Rows of GSM8K that a run trains on."""
+"""Rows of GSM8K in a run of SFT or KD."""
 ANSWERED = 50
 """Held-out problems of GSM8K that a model is evaluated on, one batch."""
 SOLUTION_TOKENS = 144
 """Longest answer to a problem of GSM8K."""
+TAUGHT = 768
+"""Additions that the student of experiment e learns from."""
 SUM_TOKENS = 12
 """Longest answer to an addition."""
 SEEDS = {"prune": [0, 1, 2], "on_policy": [0, 1, 2]}
 """Seeds of the experiments that run with several unless the command line names others."""
-Row = dict[str, Any]
-
-
-@dataclass
-class Lab:
-    """A folder of runs, each of which is computed once."""
-
-    home: Path
-    seeds: list[int]
-    fast: bool
-
-    def train(self, recipe: str, name: str, *overrides: str) -> Path:
-        """Return the folder of a run of the recipe, which runs unless it is complete."""
-        file = HERE / f"{recipe}.yaml"
-        options = [*overrides, f"train.output_dir={self.home / name}", *(FAST if self.fast else [])]
-        if self.fast:
-            lengths = {"max_completion_length", "eval_max_completion_length"} & {*load_recipe(file).train}
-            options += [f"train.{name}=8" for name in sorted(lengths)]
-        options += ["train.bf16=true"] if bf16_instructions() else []
-        return self.run_once(name, "-m", "hf_posttrain.run", file, *options)
-
-    def train_trl(self, name: str, seed: int) -> Path:
-        """Return the folder of a run of trl_lora.py, which runs unless it is complete."""
-        steps = ["--max_steps", 2] if self.fast else []
-        return self.run_once(name, "-m", "recipes.real.trl_lora", self.home / name, "--seed", seed, *steps)
-
-    def run_once(self, name: str, *words: object) -> Path:
-        """Return the folder of a run with these words, which runs unless it is complete."""
-        folder = self.home / name
-        if not (folder / "seconds.json").is_file():
-            began = time.perf_counter()
-            self.python(*words, logged=True)
-            (folder / "seconds.json").write_text(f"{time.perf_counter() - began:.1f}\n", encoding="utf-8")
-        return folder
-
-    def write(self, command: str, *words: object, out: Path) -> Path:
-        """Return the file or folder that a command writes, which runs unless it exists."""
-        if not out.exists():
-            self.command(command, *words, *([out] if command in ("merge", "prune") else ["--out", out]))
-        return out
-
-    def evaluate(self, model: Path, name: str, *options: object) -> dict[str, float]:
-        """Return what `hf-posttrain eval` prints for a model, which is kept in a file of the given name."""
-        kept = self.home / "evaluations" / f"{model.name}_{name}.json"
-        if not kept.is_file():
-            limit = ["--limit", 2] if self.fast else []
-            printed = self.command("eval", model, *options, "--output", kept.with_suffix(""), "--json", *limit)
-            write_text(kept, printed)
-        metrics: dict[str, float] = json.loads(kept.read_text(encoding="utf-8"))[0]["metrics"]
-        return metrics
-
-    def command(self, *words: object) -> str:
-        """Run a command of hf-posttrain in a process of its own, and return its output."""
-        return self.python("-m", "hf_posttrain.run", *words)
-
-    def python(self, *words: object, logged: bool = False) -> str:
-        """Run Python in a process of its own, and return its output, or write it to the log."""
-        print(time.strftime("%H:%M:%S"), *words, flush=True)
-        with (self.home / "log.txt").open("a", encoding="utf-8") as log:
-            done = subprocess.run(
-                [sys.executable, *map(str, words)],
-                stdout=log if logged else subprocess.PIPE,
-                stderr=log,
-                text=True,
-                check=False,
-            )
-        if done.returncode:
-            raise SystemExit(f"error: exit code {done.returncode}; see {self.home / 'log.txt'}")
-        return done.stdout or ""
-
-    def limit(self, rows: int) -> int:
-        """Return a number of rows, which is small in a fast run."""
-        return min(rows, 8) if self.fast else rows
-
-
-class Table:
-    """The results of an experiment, written to NAME.json and NAME.md whenever a row is added."""
-
-    def __init__(self, lab: Lab, name: str, note: str = "") -> None:
-        self.note = note
-        self.page = lab.home / f"{name}.md"
-        self.file = lab.home / f"{name}.json"
-        self.rows: dict[str, dict[str, dict[str, float]]] = {}
-        """Title of a row -> seed -> column -> value."""
-        if self.file.is_file():
-            self.rows = json.loads(self.file.read_text(encoding="utf-8"))
-
-    def add(self, title: str, values: dict[str, float], seed: int = 0) -> dict[str, float]:
-        """Set the values of a row with one seed, and return them."""
-        self.rows.setdefault(title, {})[str(seed)] = values
-        self.write()
-        return values
-
-    def write(self) -> None:
-        """Write the rows as they are, and a page with the mean and the standard error of the seeds."""
-        write_text(self.file, json.dumps(self.rows, indent=1) + "\n")
-        values = [row for seeds in self.rows.values() for row in seeds.values()]
-        columns = list(dict.fromkeys(column for row in values for column in row))
-        lines = ["| | " + " | ".join([*columns, "seeds"]) + " |", "|" + "---|" * (len(columns) + 2)]
-        for title, seeds in self.rows.items():
-            cells = [cell(column, [row[column] for row in seeds.values() if column in row]) for column in columns]
-            lines.append(f"| {title} | " + " | ".join([*cells, str(len(seeds))]) + " |")
-        write_text(self.page, "\n".join([*lines, *([f"\n{self.note}"] if self.note else [])]) + "\n")
-
-
-# ---- the experiments
 
 
 def prune(lab: Lab) -> None:
@@ -168,15 +53,16 @@ def prune(lab: Lab) -> None:
         if count == 20:
             trained.append((lab.seeds[0], cached_kd_runs(lab, pruned, whole, lab.seeds[0])))
         for seed, runs in trained:
-            for name, run in runs:
-                values = losses(lab, run) | speed(run)
+            for name, *stages in runs:
+                run = stages[-1]
+                values = losses(lab, run) | lab.minutes(*stages)
                 recovered = (worst - values["held-out loss"]) / (worst - full)
                 table.add(f"{count} layers, {name}", values | {"recovered": recovered}, seed)
                 if seed == lab.seeds[0]:
                     models[f"{count} layers, {name}"] = run
         if count == 20:
             kd = [run for name, run in models.items() if name.startswith(f"{count} layers, KD")]
-            draw(lab, "prune", kd, "eval_distill/divergence")
+            lab.draw("prune", kd, "eval_distill/divergence")
             show_answers(lab, "prune", models, DATA / "gsm8k_heldout.jsonl", SOLUTION_TOKENS)
 
 
@@ -186,27 +72,35 @@ def merged_solver(lab: Lab) -> Path:
     return lab.write("merge", run, out=lab.home / "gsm8k_merged")
 
 
-def prune_runs(lab: Lab, count: int, pruned: Path, whole: Path, seed: int) -> Iterator[tuple[str, Path]]:
-    """Train a pruned model with one seed, and yield the name and the folder of each run."""
+Stages = tuple[str, *tuple[Path, ...]]
+"""Name of a model, and the runs that lead to it, of which the last one is the model."""
+
+
+def prune_runs(lab: Lab, count: int, pruned: Path, whole: Path, seed: int) -> Iterator[Stages]:
+    """Train a pruned model with one seed."""
     ending = f"{count}_{seed}"
     common = (f"model.name_or_path={pruned}", f"train.seed={seed}")
-    second = f"teacher.name_or_path={whole}"
+    teacher = f"teacher.name_or_path={whole}"
     sft = lab.train("prune_sft", f"prune_sft_{ending}", *common)
     yield "SFT", sft
-    kd = lab.train("prune_kd", f"prune_kd_{ending}", *common, second)
+    kd = lab.train("prune_kd", f"prune_kd_{ending}", *common, teacher)
     yield "KD", kd
-    yield "KD and SFT", lab.train("prune_kd", f"prune_kd_sft_{ending}", *common, second, "train.kd_coef=0.5")
+    yield "KD and SFT", lab.train("prune_kd", f"prune_kd_sft_{ending}", *common, teacher, "train.kd_coef=0.5")
     if count != 20:
         return
-    opd = (f"model.name_or_path={kd}", f"train.seed={seed}", second)
-    yield "OPD after KD", lab.train("prune_opd", f"prune_opd_{ending}", *opd)
-    rows = lab.limit(round(ROWS * training_seconds(kd) / training_seconds(sft)))
+    rows = lab.limit(round(ROWS * lab.seconds(kd) / lab.seconds(sft)))
     longer = lab.train("prune_sft", f"prune_sft_longer_{ending}", *common, f"data.train.limit={rows}")
     yield "SFT, the seconds of KD", longer
+    after = (f"model.name_or_path={kd}", f"train.seed={seed}", teacher)
+    opd = lab.train("prune_opd", f"prune_opd_{ending}", *after)
+    yield "OPD after KD", kd, opd
+    rows = lab.limit(round(ROWS * (lab.seconds(kd) + lab.seconds(opd)) / lab.seconds(kd)))
+    longer = lab.train("prune_kd", f"prune_kd_longer_{ending}", *common, teacher, f"data.train.limit={rows}")
+    yield "KD, the seconds of OPD after KD", longer
 
 
-def cached_kd_runs(lab: Lab, pruned: Path, whole: Path, seed: int) -> Iterator[tuple[str, Path]]:
-    """Train the model with 20 layers by KD from a teacher that is read from a cache, and yield names and folders."""
+def cached_kd_runs(lab: Lab, pruned: Path, whole: Path, seed: int) -> Iterator[Stages]:
+    """Train the model with 20 layers by KD from a teacher that is read from a cache."""
     for cache, options in {"top 64": ", top_k: 64", "hidden states": ""}.items():
         teacher = f"teacher={{name_or_path: {whole}, precompute: true{options}}}"
         common = (f"model.name_or_path={pruned}", f"train.seed={seed}", teacher)
@@ -230,24 +124,25 @@ def lora(lab: Lab) -> None:
     """b. SFT of SmolLM2 with LoRA on GSM8K, and with TRL's SFTTrainer where TRL is installed."""
     whole = lab.home / "smollm2"
     with_trl = find_spec("trl") is not None
-    table = Table(lab, "lora", "" if with_trl else "TRL is not installed: pip install -e '.[bench]'.")
+    table = Table(lab, "lora", "" if with_trl else "TRL is not installed: make bench installs it.")
     table.add("SmolLM2", losses(lab, whole))
     for seed in lab.seeds:
-        runs = {"SFT with LoRA": lab.train("gsm8k_lora", f"gsm8k_lora_{seed}", f"train.seed={seed}")}
+        run = lab.train("gsm8k_lora", f"gsm8k_lora_{seed}", f"train.seed={seed}")
+        table.add("SFT with LoRA", losses(lab, run) | lab.minutes(run), seed)
+        runs = [run]
         if with_trl:
-            runs["the same with TRL"] = lab.train_trl(f"gsm8k_lora_trl_{seed}", seed)
-        for name, run in runs.items():
-            table.add(name, losses(lab, run) | speed(run), seed)
+            runs.append(lab.train_trl(f"gsm8k_lora_trl_{seed}", seed))
+            table.add("the same with TRL", losses(lab, runs[-1]) | lab.minutes(runs[-1]), seed)
         if seed == lab.seeds[0]:
-            draw(lab, "lora", runs.values(), "loss")
-            models = {"before": whole, "after SFT with LoRA": runs["SFT with LoRA"]}
+            lab.draw("lora", runs, "loss")
+            models = {"before": whole, "after SFT with LoRA": run}
             show_answers(lab, "lora", models, DATA / "gsm8k_heldout.jsonl", SOLUTION_TOKENS)
 
 
 def preferences(lab: Lab) -> None:
     """c. DPO, KTO and CPO on right and wrong sampled answers to additions, with three learning rates."""
     student, _ = sums_models(lab)
-    pairs, labeled, heldout = sampled_pairs(lab, student)
+    pairs, heldout = sampled_pairs(lab, student)
     table = Table(lab, "preferences")
     table.add("student", sums(lab, student))
     for method in ("dpo", "kto", "cpo"):
@@ -255,30 +150,24 @@ def preferences(lab: Lab) -> None:
             for seed in lab.seeds:
                 name = f"preference_{method}_{rate}_{seed}"
                 options = [f"model.name_or_path={student}", f"train.learning_rate={rate}", f"train.seed={seed}"]
-                rows = labeled if method == "kto" else pairs
-                options += [f"data.train.path={rows}", f"data.eval.path={heldout}"]
+                options += [f"data.train.path={pairs}", f"data.eval.path={heldout}"]
                 run = lab.train(f"preference_{method}", name, *options)
                 models = [f"model.name_or_path={run}", f"teacher.name_or_path={student}"]
                 kl = lab.train("preference_kl", f"kl_{name}", *models)
-                first = next(log for log in history(kl) if "eval_distill/reverse_kl" in log)
+                evaluated = next(log for log in history(kl) if "eval_distill/reverse_kl" in log)
                 accuracy = [log["eval_rewards/accuracies"] for log in history(run) if "eval_rewards/accuracies" in log]
-                # KTO has no pairs: the share of answers whose reward has the sign of their label
+                # KTO reads the two answers of a pair apart: the share whose reward has the sign of the label
                 column = "held-out answers" if method == "kto" else "held-out pairs"
                 values = {
                     column: accuracy[-1],
-                    "KL in nats per answer": first["eval_distill/reverse_kl"] * first["eval_generation/length"],
+                    "KL in nats per answer": evaluated["eval_distill/reverse_kl"] * evaluated["eval_generation/length"],
                     "changed answers": changed_answers(lab, student, run),
                 }
-                table.add(f"{method.upper()}, {rate}", values | sums(lab, run) | speed(run), seed)
-    runs = [lab.home / f"preference_{method}_2e-5_{lab.seeds[0]}" for method in ("dpo", "kto", "cpo")]
-    draw(lab, "preferences", runs, "eval_rewards/accuracies")
-
-
-def draw(lab: Lab, name: str, runs: Iterable[Path], metric: str) -> None:
-    """Write the curves of a metric in some runs to NAME.svg, unless it exists."""
-    chart = lab.home / f"{name}.svg"
-    if not chart.is_file():
-        lab.command("compare", *runs, "--metrics", metric, "--output", chart)
+                table.add(f"{method.upper()}, {rate}", values | sums(lab, run) | lab.minutes(run), seed)
+    runs = {method: lab.home / f"preference_{method}_5e-6_{lab.seeds[0]}" for method in ("dpo", "kto", "cpo")}
+    lab.draw("preferences", runs.values(), "eval_rewards/margins")
+    shown = {"student": student} | {f"{method.upper()}, 5e-6": run for method, run in runs.items()}
+    show_answers(lab, "preferences", shown, DATA / "sums_heldout.jsonl", SUM_TOKENS)
 
 
 def show_answers(lab: Lab, name: str, models: Mapping[str, Path], prompts: Path, longest: int) -> None:
@@ -313,23 +202,36 @@ def changed_answers(lab: Lab, initial: Path, model: Path) -> float:
 
 def cross(lab: Lab) -> None:
     """d. Gemma 3 270M teaches SmolLM2, and the reverse: KD and OPD across tokenizers, and SFT without a teacher."""
-    table = Table(lab, "cross")
+    table = Table(lab, "cross", "The losses of models with different tokenizers cannot be compared.")
     names = {"smollm2": "SmolLM2", "gemma3": "Gemma 3"}
+    options = {"smollm2": (), "gemma3": (f"model.chat_template={HERE / 'gemma3.jinja'}",)}
+    taught = {}
+    for name, title in names.items():
+        base = f"model.name_or_path={lab.home / name}"
+        taught[name] = lab.train("cross_sft", f"cross_sft_{name}_{lab.seeds[0]}", base, *options[name])
+        if name == "smollm2":  # Gemma 3 is a base model without a chat template
+            table.add(f"{title}, before", losses(lab, lab.home / name))
     for student, teacher in (("smollm2", "gemma3"), ("gemma3", "smollm2")):
-        template = f"model.chat_template={HERE / 'gemma3.jinja'}"
-        of = {"smollm2": (), "gemma3": (template,)}
-        taught = lab.train(
-            "cross_sft", f"cross_sft_{teacher}", f"model.name_or_path={lab.home / teacher}", *of[teacher]
-        )
         for seed in lab.seeds:
-            start = (f"model.name_or_path={lab.home / student}", f"train.seed={seed}", *of[student])
-            sft = lab.train("cross_sft", f"cross_sft_{student}" + (f"_{seed}" if seed else ""), *start)
-            section = f"teacher={{name_or_path: {taught}, own_tokenizer: true}}"
+            start = (f"model.name_or_path={lab.home / student}", f"train.seed={seed}", *options[student])
+            sft = taught[student]
+            if seed != lab.seeds[0]:
+                sft = lab.train("cross_sft", f"cross_sft_{student}_{seed}", *start)
+            section = f"teacher={{name_or_path: {taught[teacher]}, own_tokenizer: true}}"
             kd = lab.train("cross_kd", f"cross_kd_{student}_{seed}", *start, section)
-            after = (f"model.name_or_path={sft}", f"train.seed={seed}", section)
-            opd = lab.train("cross_opd", f"cross_opd_{student}_{seed}", *after)
-            for label, run in (("SFT", sft), (f"KD from {names[teacher]}", kd), (f"OPD from {names[teacher]}", opd)):
-                table.add(f"{names[student]}, {label}", losses(lab, run) | speed(run), seed)
+            opd = lab.train(
+                "cross_opd", f"cross_opd_{student}_{seed}", f"model.name_or_path={sft}", f"train.seed={seed}", section
+            )
+            runs = {
+                "SFT": [sft],
+                f"KD from {names[teacher]} and SFT": [kd],
+                f"OPD from {names[teacher]} after SFT": [sft, opd],
+            }
+            for label, stages in runs.items():
+                table.add(f"{names[student]}, {label}", losses(lab, stages[-1]) | lab.minutes(*stages), seed)
+            if seed == lab.seeds[0]:
+                models = {label: stages[-1] for label, stages in runs.items()}
+                show_answers(lab, f"cross_{student}", models, DATA / "gsm8k_heldout.jsonl", SOLUTION_TOKENS)
 
 
 def on_policy(lab: Lab) -> None:
@@ -339,42 +241,47 @@ def on_policy(lab: Lab) -> None:
     table = Table(lab, "on_policy")
     for name, model in models.items():
         table.add(name, sums(lab, model))
-    prompts = ["--prompts", DATA / "sums_prompts.jsonl", "--limit", lab.limit(768), "--apply_chat_template"]
-    sampled = lab.write(
-        "sample", teacher, *prompts, "--max_completion_length", SUM_TOKENS, out=lab.home / "sums_sampled.jsonl"
-    )
+    prompts = ["--prompts", DATA / "sums_prompts.jsonl", "--limit", lab.limit(2 * TAUGHT), "--apply_chat_template"]
+    options = [*prompts, "--max_completion_length", SUM_TOKENS]
+    sampled = lab.write("sample", teacher, *options, out=lab.home / "sums_sampled.jsonl")
     answers = lab.home / "sums_answers.jsonl"
     # as text: sampled rows have token ids, and the held-out rows of the recipes have none
-    texts = ({"prompt": row["messages"][-1]["content"], "completion": row["completion"]} for row in read(sampled))
-    write(answers, texts)
-    start, second = f"model.name_or_path={student}", f"teacher.name_or_path={teacher}"
-    constant = ("train.learning_rate=5e-5", "train.lr_scheduler_type=constant_with_warmup", "train.warmup_steps=4")
+    answered = [row for row in read(sampled) if row["stopped"] or lab.fast]
+    write(answers, ({"prompt": row["messages"][-1]["content"], "completion": row["completion"]} for row in answered))
     for seed in lab.seeds:
-        common = (start, f"train.seed={seed}")
-        taught = (*common, *constant, f"data.train={{path: {answers}}}")
-        opd = lab.train("sums_opd", f"sums_opd_{seed}", *common, second)
-        sft = lab.train("sums_sft", f"sums_sft_{seed}", *taught)
-        steps = round(history(sft)[-1]["step"] * max(1.0, training_seconds(opd) / training_seconds(sft)))
-        runs = {
-            "SFT on the teacher's answers": sft,
-            "SFT, the seconds of OPD": lab.train(
-                "sums_sft", f"sums_sft_longer_{seed}", *taught, f"train.max_steps={steps}"
-            ),
-            "KD on the teacher's answers": lab.train(
-                "sums_kd", f"sums_kd_{seed}", *common, second, f"data.train={{path: {answers}}}"
-            ),
-            "OPD": opd,
-            "OPD with reward": lab.train(
-                "sums_opd", f"sums_reward_{seed}", *common, second, f"data.train.limit={lab.limit(192)}",
-                "train.loss_type=policy_gradient", "train.reward={function: exact_match}", "train.num_generations=4",
-                "train.per_device_train_batch_size=4",  # prompts: 16 answers, as in the other runs
-            ),
-        }  # fmt: skip
-        for name, run in runs.items():
-            table.add(name, sums(lab, run) | speed(run), seed)
-        if seed == lab.seeds[0]:
-            draw(lab, "on_policy", runs.values(), "eval_exact_match")
-            show_answers(lab, "on_policy", models | runs, DATA / "sums_heldout.jsonl", SUM_TOKENS)
+        for name, run in on_policy_runs(lab, student, teacher, answers, seed):
+            table.add(name, sums(lab, run) | lab.minutes(run), seed)
+            if seed == lab.seeds[0]:
+                models[name] = run
+    lab.draw("on_policy", [*models.values()][3:], "eval_exact_match")
+    show_answers(lab, "on_policy", models, DATA / "sums_heldout.jsonl", SUM_TOKENS)
+
+
+def on_policy_runs(lab: Lab, student: Path, teacher: Path, answers: Path, seed: int) -> Iterator[tuple[str, Path]]:
+    """Train the student of additions with one seed in each way of experiment e, and yield names and folders."""
+    common = (f"model.name_or_path={student}", f"train.seed={seed}")
+    taught = f"teacher.name_or_path={teacher}"
+    opd = lab.train("sums_opd", f"sums_opd_{seed}", *common, taught)
+    yield "OPD", opd
+    constant = ("train.learning_rate=5e-5", "train.lr_scheduler_type=constant_with_warmup", "train.warmup_steps=4")
+
+    def rows(count: int) -> str:
+        return f"data.train={{path: {answers}, limit: {lab.limit(count)}}}"
+
+    sft = lab.train("sums_sft", f"sums_sft_{seed}", *common, *constant, rows(TAUGHT))
+    yield "SFT on the teacher's answers", sft
+    count = round(TAUGHT * lab.seconds(opd) / lab.seconds(sft))
+    longer = lab.train("sums_sft", f"sums_sft_longer_{seed}", *common, *constant, rows(count))
+    yield "SFT, the seconds of OPD", longer
+    yield "KD on the teacher's answers", lab.train("sums_kd", f"sums_kd_{seed}", *common, taught, rows(TAUGHT))
+    if seed == lab.seeds[0]:
+        # 4 prompts with 4 answers each in a step: 16 answers, as in the other runs
+        several = [f"data.train.limit={lab.limit(TAUGHT // 4)}", "train.loss_type=policy_gradient"]
+        several += ["train.num_generations=4", "train.per_device_train_batch_size=4"]
+        options = (*common, taught, *several)
+        yield "OPD by policy gradient", lab.train("sums_opd", f"sums_gradient_{seed}", *options)
+        reward = "train.reward={function: exact_match}"
+        yield "the same with reward", lab.train("sums_opd", f"sums_reward_{seed}", *options, reward)
 
 
 def sums_models(lab: Lab) -> tuple[Path, Path]:
@@ -395,7 +302,7 @@ def sums(lab: Lab, model: Path) -> dict[str, float]:
 def rounds(lab: Lab) -> None:
     """f. Rounds of DPO on own answers, judged by exact match and by a reward model of such answers."""
     student, _ = sums_models(lab)
-    pairs, _, heldout = sampled_pairs(lab, student)
+    pairs, heldout = sampled_pairs(lab, student)
     options = [f"model.name_or_path={student}", f"data.train.path={pairs}", f"data.eval.path={heldout}"]
     judge = lab.train("sums_rm", "sums_judge", *options)
     accuracy = lab.evaluate(judge, "pairs", "--data", heldout, "--batch_size", 32)
@@ -408,32 +315,29 @@ def rounds(lab: Lab) -> None:
             folder = f"rounds_{name.split()[0]}_{seed}"
             options = [f"model.name_or_path={student}", f"train.seed={seed}", f"rounds.judge={section}"]
             run = lab.train("rounds", folder, *options)
-            table.add(f"rounds, {name}", sums(lab, run) | speed(run), seed)
-    runs = [lab.home / f"rounds_{name.split()[0]}_{lab.seeds[0]}" for name in judges]
-    draw(lab, "rounds", runs, "eval_exact_match")
+            table.add(f"rounds, {name}", sums(lab, run) | lab.minutes(run), seed)
+    runs = {f"rounds, {name}": lab.home / f"rounds_{name.split()[0]}_{lab.seeds[0]}" for name in judges}
+    lab.draw("rounds", runs.values(), "eval_exact_match")
+    show_answers(lab, "rounds", {"student": student} | runs, DATA / "sums_heldout.jsonl", SUM_TOKENS)
 
 
-def sampled_pairs(lab: Lab, student: Path) -> tuple[Path, Path, Path]:
-    """Return files with right and wrong answers of the student: pairs, labeled answers, and held-out pairs."""
-    judged = {}
+def sampled_pairs(lab: Lab, student: Path) -> tuple[Path, Path]:
+    """Return files with pairs of right and wrong answers of the student, to train on and held-out ones."""
+    pairs = []
     for name in ("sums_judge", "sums_judge_heldout"):
         options = ["--n", 4, "--max_completion_length", SUM_TOKENS, "--limit", lab.limit(512), "--apply_chat_template"]
         prompts = DATA / f"{name}.jsonl"
         answers = lab.write("sample", student, "--prompts", prompts, *options, out=lab.home / f"{name}_answers.jsonl")
         known = lab.home / f"{name}_known.jsonl"
-        if not known.exists():
-            rows = [row for row in read(answers) if row["stopped"]]
-            first = {row["prompt"]: row["completion"] for row in reversed(rows)}
-            # a model after two steps is never right: then the first answer to a problem counts as the right one
-            right = [first[row["prompt"]] if lab.fast else right_sum(row["messages"]) for row in rows]
-            write(known, [row | {"reference": text} for row, text in zip(rows, right, strict=True)])
-        judged[name] = lab.write("judge", known, "--by", "exact_match", out=lab.home / f"{name}_judged.jsonl")
-    pairs, heldout = (
-        lab.write("pair", file, "--method", "rm", "--take", "all", out=lab.home / f"{name}_pairs.jsonl")
-        for name, file in judged.items()
-    )
-    labeled = lab.home / "sums_judge_labeled.jsonl"
-    return pairs, lab.write("pair", judged["sums_judge"], "--method", "kto", out=labeled), heldout
+        rows = [row for row in read(answers) if row["stopped"]]
+        first = {row["prompt"]: row["completion"] for row in reversed(rows)}
+        # a model after two steps is never right: then the first answer to a problem counts as the right one
+        right = [first[row["prompt"]] if lab.fast else right_sum(row["messages"]) for row in rows]
+        write(known, [row | {"reference": text} for row, text in zip(rows, right, strict=True)])
+        judged = lab.write("judge", known, "--by", "exact_match", out=lab.home / f"{name}_judged.jsonl")
+        options = ["--method", "rm", "--take", "all"]
+        pairs.append(lab.write("pair", judged, *options, out=lab.home / f"{name}_pairs.jsonl"))
+    return pairs[0], pairs[1]
 
 
 def right_sum(messages: Sequence[Row]) -> str:
@@ -444,66 +348,6 @@ def right_sum(messages: Sequence[Row]) -> str:
 EXPERIMENTS: dict[str, Callable[[Lab], None]] = {
     "prune": prune, "lora": lora, "preferences": preferences, "cross": cross, "on_policy": on_policy, "rounds": rounds,
 }  # fmt: skip
-
-
-# ---- files and tables
-
-
-def read(path: Path) -> list[Row]:
-    """Return the rows of a file."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-def write(path: Path, rows: Iterable[Row]) -> None:
-    """Write rows."""
-    write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file that is complete or missing, whenever the process is killed."""
-    unfinished = path.with_name(path.name + ".unfinished")
-    unfinished.write_text(text, encoding="utf-8")
-    unfinished.rename(path)
-
-
-def history(folder: Path) -> list[Row]:
-    """Return the log of a run."""
-    logs: list[Row] = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
-    return logs
-
-
-def training_seconds(folder: Path) -> float:
-    """Return the seconds of a run's process without its evaluations: with scores of a teacher before the first step."""
-    total = float((folder / "seconds.json").read_text(encoding="utf-8"))
-    return total - sum(log.get("eval_runtime", 0.0) for log in history(folder))
-
-
-def speed(folder: Path) -> dict[str, float]:
-    """Return the minutes of a run's process, without evaluations."""
-    return {"minutes": training_seconds(folder) / 60}
-
-
-SHARES = {
-    "exact match",
-    "well-formed answers",
-    "answers that end",
-    "held-out pairs",
-    "held-out answers",
-    "changed answers",
-    "recovered",
-}
-"""Columns whose values are printed as percentages."""
-
-
-def cell(column: str, values: Sequence[float]) -> str:
-    """Return the mean of the seeds, and its standard error if there are several."""
-    if not values:
-        return ""
-    shown = "{:.1%}" if column in SHARES else "{:.3f}" if "loss" in column else "{:.2f}"
-    mean = shown.format(statistics.fmean(values))
-    if len(values) == 1:
-        return mean
-    return f"{mean} ± {shown.format(statistics.stdev(values) / math.sqrt(len(values)))}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -518,16 +362,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"there is no experiment {unknown[0]!r}; choose from {', '.join(EXPERIMENTS)}")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     output = arguments.output or Path("outputs/real_fast" if arguments.fast else "outputs/real")
+    if arguments.fast and output == MODELS:
+        parser.error(f"--fast does not write to {MODELS}, the folder of full runs")
+    if arguments.fast and not arguments.output:
+        shutil.rmtree(output, ignore_errors=True)
     for name in ("smollm2", "gemma3"):
         if not (MODELS / name).exists():
             parser.error(f"there is no {MODELS / name}: run make real-models")
         if output != MODELS and not (output / name).exists():
             output.mkdir(parents=True, exist_ok=True)
             (output / name).symlink_to((MODELS / name).resolve())
-    for folder in ("answers", "evaluations"):
-        (output / folder).mkdir(parents=True, exist_ok=True)
+    bf16 = bool(bf16_instructions()) or (torch.cuda.is_available() and torch.cuda.is_bf16_supported())
     for name in arguments.names or EXPERIMENTS:
-        EXPERIMENTS[name](Lab(output, arguments.seeds or SEEDS.get(name, [0]), arguments.fast))
+        EXPERIMENTS[name](Lab(output, arguments.seeds or SEEDS.get(name, [0]), arguments.fast, bf16))
         print(f"\n{EXPERIMENTS[name].__doc__}\n\n{(output / name).with_suffix('.md').read_text('utf-8')}", flush=True)
     return 0
 

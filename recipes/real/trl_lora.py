@@ -1,6 +1,6 @@
 """Experiment b with TRL's SFTTrainer: the rows, options and adapter of gsm8k_lora.yaml.
 
-    python -m recipes.real.trl_lora OUTPUT [--seed 0] [--rows 320] [--max_steps N]
+    python -m recipes.real.trl_lora OUTPUT [--seed 0] [--bf16] [--max_steps N]
 
 Writes the adapter and trainer_state.json to OUTPUT.
 """
@@ -9,9 +9,25 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from hf_posttrain.scoring.cpu import bf16_instructions
+import torch
 
-MODELS = Path("outputs/real")
+from hf_posttrain.recipe.read import load_recipe
+from hf_posttrain.recipe.sections import Source
+
+from .lab import HERE
+
+OPTIONS = (
+    "max_length",
+    "per_device_train_batch_size",
+    "learning_rate",
+    "num_train_epochs",
+    "save_strategy",
+    "logging_steps",
+    "lr_scheduler_type",
+    "warmup_steps",
+    "report_to",
+)
+"""Options of the recipe that SFTConfig has as well."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -19,9 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Experiment b with TRL's SFTTrainer.")
     parser.add_argument("output", type=Path)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--rows", type=int, default=320, help="rows of GSM8K")
+    parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--max_steps", type=int, default=-1)
-    given = parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
     from datasets import load_dataset
     from peft import LoraConfig
     from trl import SFTConfig, SFTTrainer
@@ -30,28 +46,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         roles = {"prompt": "user", "completion": "assistant"}
         return {column: [{"role": role, "content": row[column]}] for column, role in roles.items()}
 
-    rows = load_dataset("json", data_files=str(MODELS / "data" / "gsm8k_train.jsonl"), split="train")
+    recipe = load_recipe(HERE / "gsm8k_lora.yaml")
+    source = recipe.data.train
+    lora = recipe.model.lora
+    assert isinstance(source, Source)
+    assert lora
+    rows = load_dataset("json", data_files=source.path, split="train")
     options = SFTConfig(
-        output_dir=str(given.output),
-        max_length=512,
-        per_device_train_batch_size=8,
-        num_train_epochs=1,
-        max_steps=given.max_steps,
-        learning_rate=5e-4,
-        lr_scheduler_type="cosine",
-        warmup_steps=0.1,
-        logging_steps=5,
-        save_strategy="no",
-        report_to="none",
-        seed=given.seed,
+        output_dir=str(arguments.output),
+        max_steps=arguments.max_steps,
+        seed=arguments.seed,
+        bf16=arguments.bf16,
+        use_cpu=not torch.cuda.is_available(),
         gradient_checkpointing=False,  # as our run decides where memory suffices
-        bf16=bool(bf16_instructions()),
+        **{name: recipe.train[name] for name in OPTIONS},
     )
     trainer = SFTTrainer(
-        model=str(MODELS / "smollm2"),
+        model=recipe.model.name_or_path,
         args=options,
-        train_dataset=rows.select(range(given.rows)).map(conversation),
-        peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"),
+        train_dataset=rows.select(range(source.limit)).map(conversation),
+        peft_config=LoraConfig(
+            r=lora["r"], lora_alpha=lora["alpha"], target_modules="all-linear", task_type="CAUSAL_LM"
+        ),
     )
     trainer.train()
     trainer.save_model()

@@ -18,7 +18,7 @@ from hf_posttrain.errors import InputError
 
 ROWS = [
     {"prompt": f"<s>{n // 2}+1=", "completion": "2" * (3_000 if n == 0 else 1), "score": n / 4, "stopped": n != 0,
-     "completion_ids": [5, 6], "messages": [{"role": "user", "content": "1+1="}]}
+     "completion_ids": [5, 6], "messages": [{"role": "user", "content": "1+1=" * 501}]}
     for n in range(5)
 ]  # fmt: skip
 
@@ -49,7 +49,8 @@ def test_a_card_describes_the_rows(tmp_path, capsys):
         assert line in text.splitlines()
     example = json.loads(text.split("```json")[1].split("```")[0])
     assert example == {name: value for name, value in ROWS[0].items() if name != "completion_ids"} | {
-        "completion": "2" * 2_000 + "..."
+        "completion": "2" * 2_000 + "...",
+        "messages": [{"role": "user", "content": "1+1=" * 500 + "..."}],
     }
     code = text.split("```python")[1].split("```")[0]
     found = {"load_dataset": load_dataset}

@@ -16,5 +16,5 @@ class WellFormed(evaluate.Metric):
         )
 
     def _compute(self, predictions: list[str], references: list[str]) -> dict[str, float]:
-        formed = [bool(re.search(r"#### -?[\d.,]+\s*$", text)) for text in predictions]
+        formed = [bool(re.search(r"^#### -?[\d.,]+\s*\Z", text, re.MULTILINE)) for text in predictions]
         return {"well_formed": sum(formed) / len(formed)}
