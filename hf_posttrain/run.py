@@ -148,8 +148,7 @@ def set_up_messages() -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(LabeledFormatter())
     logging.basicConfig(handlers=[handler])
-    for pattern in (".*pin_memory.*no accelerator", ".*is_gradient_checkpointing"):
-        warnings.filterwarnings("ignore", message=pattern)
+    warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing")
     # Llama 3 and others request a clean-up of spaces, which transformers correctly ignores
     logging.getLogger("transformers.tokenization_utils_tokenizers").addFilter(
         lambda record: "Ignoring clean_up_tokenization_spaces" not in record.getMessage()

@@ -363,7 +363,6 @@ def test_our_warnings_are_labelled_and_noise_of_others_is_left_out(monkeypatch):
         assert run.LabeledFormatter().format(record) == "the loss is odd"
     with warnings.catch_warnings(record=True) as heard:
         run.set_up_messages()
-        warnings.warn("'pin_memory' argument is set as true but no accelerator is found", stacklevel=1)
         warnings.warn("`is_gradient_checkpointing` will be removed", FutureWarning, stacklevel=1)
         warnings.warn("the disk burns", stacklevel=1)
     assert [str(each.message) for each in heard] == ["the disk burns"]

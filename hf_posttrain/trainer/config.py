@@ -279,6 +279,8 @@ class PostTrainConfig(TrainingArguments, metaclass=ConfigMeta):
         accelerator_config: Any = self.accelerator_config
         if is_default_accelerator_config and self.dataloader_pin_memory and self.device.type == "cuda":
             accelerator_config.non_blocking = True  # otherwise each tensor of a batch waits for all work of the GPU
+        if self.device.type == "cpu":
+            self.dataloader_pin_memory = False  # it has no effect, and torch would warn
         # Accelerate would split a batch by rows, as it does by default with streams
         if accelerator_config.dispatch_batches or accelerator_config.split_batches:
             problem = "accelerator_config: dispatch_batches and split_batches are not supported"

@@ -9,6 +9,7 @@ import logging
 import pickle
 import re
 import tempfile
+import warnings
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -70,6 +71,14 @@ def second_for(method):
 
 
 # ---- the check of the first batch
+
+
+def test_training_on_cpu_shows_no_warning_of_pinned_memory(tmp_path):
+    trainer = trainer_for("sft", tiny_model(), token_rows("sft"), tmp_path, use_cpu=False)
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        trainer.train()
+    assert not [each for each in shown if "pin_memory" in str(each.message)]
 
 
 def test_scoring_checks_itself_for_every_architecture():
