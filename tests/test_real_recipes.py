@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 
 from hf_posttrain.commands.metrics import load_metric, measure
+from hf_posttrain.commands.resumable_jsonl import write_rows
+from hf_posttrain.data.files import read_rows
 from hf_posttrain.methods import METHODS, config_class
 from hf_posttrain.recipe.read import load_recipe, train_config
+from hf_posttrain.trainer.output_dir import write_json
 from recipes.real import experiments, make_data
 from recipes.real import lab as labs
 
@@ -31,7 +34,7 @@ def test_rows_are_short_problems_passages_and_additions(tmp_path, monkeypatch):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in problems))
     monkeypatch.setattr("sys.argv", ["make_data", "--gsm8k", str(tmp_path)])
     assert make_data.main() == 0
-    written = {path.stem: labs.read(path) for path in make_data.FOLDER.glob("*.jsonl")}
+    written = {path.stem: [*read_rows(path)] for path in make_data.FOLDER.glob("*.jsonl")}
     assert [row["completion"] for row in written["gsm8k_train"]] == ["#### 1", "#### 3", "#### 4", "#### 5"]
     assert len(written["gsm8k_heldout"]) == 2
     texts = [row["text"] for row in written["general"]]
@@ -100,7 +103,7 @@ def test_overrides_of_an_experiment_are_those_of_recipes_that_load(name, tmp_pat
         elif "--out" in rest:
             asked = [{"role": "user", "content": "12+3="}]
             rows = [{"prompt": "12+3=", "completion": "#### 15", "stopped": True, "messages": asked}]
-            labs.write(Path(rest[rest.index("--out") + 1]), rows)
+            write_rows(Path(rest[rest.index("--out") + 1]), rows)
         else:  # merge, prune, compare, eval
             Path(rest[rest.index("--output") + 1] if "--output" in rest else rest[-1]).mkdir(parents=True)
         metrics = dict.fromkeys(
@@ -160,7 +163,7 @@ def test_minutes_are_without_those_of_evaluation(tmp_path):
     lab = labs.Lab(tmp_path, [0])
     run = tmp_path / "run"
     run.mkdir()
-    labs.write_text(lab.record(run), json.dumps({"seconds": 10.0}))
+    write_json(lab.record(run), {"seconds": 10.0})
     (run / "trainer_state.json").write_text(json.dumps({"log_history": logs}))
     assert lab.seconds(run) == 6.0
     assert lab.minutes(run, run) == {"minutes": 0.2}

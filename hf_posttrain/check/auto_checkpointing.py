@@ -59,7 +59,8 @@ def disable_unneeded_checkpointing(
     enough = not needed.notes and total <= MAX_MEMORY_SHARE * (needed.available or 0)
     [enough] = broadcast_object_list([enough])
     if enough:
-        config.set_checked(**dict.fromkeys(names, False))
+        vars(config).update(dict.fromkeys(names, False))
+        config.snapshot_options()  # both values are valid: the trainer does not check all options again
     logger.info(
         "activation_checkpointing: %s (without it the run needs about %.1f of %.1f GiB)",
         "off" if enough else "on",

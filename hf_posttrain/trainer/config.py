@@ -301,11 +301,6 @@ class PostTrainConfig(TrainingArguments, metaclass=ConfigMeta):
         check_engine(self)
         self.snapshot_options()
 
-    def set_checked(self, **options: Any) -> None:
-        """Set options to values that are valid, for which the trainer does not check all options again."""
-        vars(self).update(options)
-        self._snapshot.update(options)
-
     def snapshot_options(self) -> None:
         """Store the current options, with which `check_changes` compares later ones."""
         self._snapshot = self._public_values()

@@ -18,9 +18,11 @@ from pathlib import Path
 
 import torch
 
+from hf_posttrain.commands.resumable_jsonl import write_rows
+from hf_posttrain.data.files import read_rows
 from hf_posttrain.scoring.cpu import bf16_instructions
 
-from .lab import HERE, Lab, Row, Table, history, read, write, write_text
+from .lab import HERE, Lab, Row, Table, history
 
 MODELS = Path("outputs/real")
 """Folder in which `make real-models` links the models and writes the rows."""
@@ -37,6 +39,8 @@ SUM_TOKENS = 12
 """Longest answer to an addition."""
 SEEDS = {"prune": [0, 1, 2], "on_policy": [0, 1, 2]}
 """Seeds of the experiments that run with several unless the command line names others."""
+Stages = tuple[str, *tuple[Path, ...]]
+"""Name of a model, and the runs that lead to it, of which the last one is the model."""
 
 
 def prune(lab: Lab) -> None:
@@ -70,10 +74,6 @@ def merged_solver(lab: Lab) -> Path:
     """Return the model of experiment b, SmolLM2 after SFT on GSM8K, with its adapter merged."""
     run = lab.train("gsm8k_lora", "gsm8k_lora_0", "train.seed=0")
     return lab.write("merge", run, out=lab.home / "gsm8k_merged")
-
-
-Stages = tuple[str, *tuple[Path, ...]]
-"""Name of a model, and the runs that lead to it, of which the last one is the model."""
 
 
 def prune_runs(lab: Lab, count: int, pruned: Path, whole: Path, seed: int) -> Iterator[Stages]:
@@ -124,7 +124,7 @@ def lora(lab: Lab) -> None:
     """b. SFT of SmolLM2 with LoRA on GSM8K, and with TRL's SFTTrainer where TRL is installed."""
     whole = lab.home / "smollm2"
     with_trl = find_spec("trl") is not None
-    table = Table(lab, "lora", "" if with_trl else "TRL is not installed: make bench installs it.")
+    table = Table(lab, "lora", "" if with_trl else "TRL is not installed: pip install -e '.[bench]'.")
     table.add("SmolLM2", losses(lab, whole))
     for seed in lab.seeds:
         run = lab.train("gsm8k_lora", f"gsm8k_lora_{seed}", f"train.seed={seed}")
@@ -177,11 +177,11 @@ def show_answers(lab: Lab, name: str, models: Mapping[str, Path], prompts: Path,
     answers: dict[str, list[str]] = {}  # problem -> an answer of each model
     for title, model in models.items():
         out = lab.home / "answers" / f"{model.name}_{prompts.stem}.jsonl"
-        for row in read(lab.write("sample", model, *options, out=out)):
+        for row in read_rows(lab.write("sample", model, *options, out=out)):
             text = answers.setdefault(row["messages"][-1]["content"], [])
             text += [f"*{title}*", block(row["completion"])]
     items = ["\n\n".join([f"**{problem}**", *texts]) for problem, texts in answers.items()]
-    write_text(lab.home / f"{name}_answers.md", "\n\n".join(items) + "\n")
+    (lab.home / f"{name}_answers.md").write_text("\n\n".join(items) + "\n", encoding="utf-8")
 
 
 def block(text: str) -> str:
@@ -196,7 +196,7 @@ def changed_answers(lab: Lab, initial: Path, model: Path) -> float:
     texts = []
     for each in (initial, model):
         out = lab.home / "answers" / f"{each.name}_greedy.jsonl"
-        texts.append([row["completion"] for row in read(lab.write("sample", each, *options, out=out))])
+        texts.append([row["completion"] for row in read_rows(lab.write("sample", each, *options, out=out))])
     return statistics.fmean(a != b for a, b in zip(*texts, strict=True))
 
 
@@ -205,20 +205,19 @@ def cross(lab: Lab) -> None:
     table = Table(lab, "cross", "The losses of models with different tokenizers cannot be compared.")
     names = {"smollm2": "SmolLM2", "gemma3": "Gemma 3"}
     options = {"smollm2": (), "gemma3": (f"model.chat_template={HERE / 'gemma3.jinja'}",)}
-    taught = {}
-    for name, title in names.items():
-        base = f"model.name_or_path={lab.home / name}"
-        taught[name] = lab.train("cross_sft", f"cross_sft_{name}_{lab.seeds[0]}", base, *options[name])
-        if name == "smollm2":  # Gemma 3 is a base model without a chat template
-            table.add(f"{title}, before", losses(lab, lab.home / name))
+
+    def start(name: str, seed: int) -> tuple[str, ...]:
+        return (f"model.name_or_path={lab.home / name}", f"train.seed={seed}", *options[name])
+
+    def solver(name: str, seed: int) -> Path:
+        return lab.train("cross_sft", f"cross_sft_{name}_{seed}", *start(name, seed))
+
+    table.add("SmolLM2, before", losses(lab, lab.home / "smollm2"))  # Gemma 3, a base model, has no chat template
     for student, teacher in (("smollm2", "gemma3"), ("gemma3", "smollm2")):
         for seed in lab.seeds:
-            start = (f"model.name_or_path={lab.home / student}", f"train.seed={seed}", *options[student])
-            sft = taught[student]
-            if seed != lab.seeds[0]:
-                sft = lab.train("cross_sft", f"cross_sft_{student}_{seed}", *start)
-            section = f"teacher={{name_or_path: {taught[teacher]}, own_tokenizer: true}}"
-            kd = lab.train("cross_kd", f"cross_kd_{student}_{seed}", *start, section)
+            sft = solver(student, seed)
+            section = f"teacher={{name_or_path: {solver(teacher, lab.seeds[0])}, own_tokenizer: true}}"
+            kd = lab.train("cross_kd", f"cross_kd_{student}_{seed}", *start(student, seed), section)
             opd = lab.train(
                 "cross_opd", f"cross_opd_{student}_{seed}", f"model.name_or_path={sft}", f"train.seed={seed}", section
             )
@@ -245,23 +244,27 @@ def on_policy(lab: Lab) -> None:
     options = [*prompts, "--max_completion_length", SUM_TOKENS]
     sampled = lab.write("sample", teacher, *options, out=lab.home / "sums_sampled.jsonl")
     answers = lab.home / "sums_answers.jsonl"
-    # as text: sampled rows have token ids, and the held-out rows of the recipes have none
-    answered = [row for row in read(sampled) if row["stopped"] or lab.fast]
-    write(answers, ({"prompt": row["messages"][-1]["content"], "completion": row["completion"]} for row in answered))
+    if not answers.exists():
+        # as text: sampled rows have token ids, and the held-out rows of the recipes have none
+        rows = [row for row in read_rows(sampled) if row["stopped"] or lab.fast]
+        write_rows(
+            answers, [{"prompt": row["messages"][-1]["content"], "completion": row["completion"]} for row in rows]
+        )
+    runs = {}
     for seed in lab.seeds:
         for name, run in on_policy_runs(lab, student, teacher, answers, seed):
             table.add(name, sums(lab, run) | lab.minutes(run), seed)
             if seed == lab.seeds[0]:
-                models[name] = run
-    lab.draw("on_policy", [*models.values()][3:], "eval_exact_match")
-    show_answers(lab, "on_policy", models, DATA / "sums_heldout.jsonl", SUM_TOKENS)
+                runs[name] = run
+    lab.draw("on_policy", runs.values(), "eval_exact_match")
+    show_answers(lab, "on_policy", models | runs, DATA / "sums_heldout.jsonl", SUM_TOKENS)
 
 
 def on_policy_runs(lab: Lab, student: Path, teacher: Path, answers: Path, seed: int) -> Iterator[tuple[str, Path]]:
     """Train the student of additions with one seed in each way of experiment e, and yield names and folders."""
     common = (f"model.name_or_path={student}", f"train.seed={seed}")
-    taught = f"teacher.name_or_path={teacher}"
-    opd = lab.train("sums_opd", f"sums_opd_{seed}", *common, taught)
+    from_teacher = f"teacher.name_or_path={teacher}"
+    opd = lab.train("sums_opd", f"sums_opd_{seed}", *common, from_teacher)
     yield "OPD", opd
     constant = ("train.learning_rate=5e-5", "train.lr_scheduler_type=constant_with_warmup", "train.warmup_steps=4")
 
@@ -273,12 +276,12 @@ def on_policy_runs(lab: Lab, student: Path, teacher: Path, answers: Path, seed: 
     count = round(TAUGHT * lab.seconds(opd) / lab.seconds(sft))
     longer = lab.train("sums_sft", f"sums_sft_longer_{seed}", *common, *constant, rows(count))
     yield "SFT, the seconds of OPD", longer
-    yield "KD on the teacher's answers", lab.train("sums_kd", f"sums_kd_{seed}", *common, taught, rows(TAUGHT))
+    yield "KD on the teacher's answers", lab.train("sums_kd", f"sums_kd_{seed}", *common, from_teacher, rows(TAUGHT))
     if seed == lab.seeds[0]:
         # 4 prompts with 4 answers each in a step: 16 answers, as in the other runs
         several = [f"data.train.limit={lab.limit(TAUGHT // 4)}", "train.loss_type=policy_gradient"]
         several += ["train.num_generations=4", "train.per_device_train_batch_size=4"]
-        options = (*common, taught, *several)
+        options = (*common, from_teacher, *several)
         yield "OPD by policy gradient", lab.train("sums_opd", f"sums_gradient_{seed}", *options)
         reward = "train.reward={function: exact_match}"
         yield "the same with reward", lab.train("sums_opd", f"sums_reward_{seed}", *options, reward)
@@ -329,11 +332,12 @@ def sampled_pairs(lab: Lab, student: Path) -> tuple[Path, Path]:
         prompts = DATA / f"{name}.jsonl"
         answers = lab.write("sample", student, "--prompts", prompts, *options, out=lab.home / f"{name}_answers.jsonl")
         known = lab.home / f"{name}_known.jsonl"
-        rows = [row for row in read(answers) if row["stopped"]]
-        first = {row["prompt"]: row["completion"] for row in reversed(rows)}
-        # a model after two steps is never right: then the first answer to a problem counts as the right one
-        right = [first[row["prompt"]] if lab.fast else right_sum(row["messages"]) for row in rows]
-        write(known, [row | {"reference": text} for row, text in zip(rows, right, strict=True)])
+        if not known.exists():
+            rows = [row for row in read_rows(answers) if row["stopped"]]
+            first = {row["prompt"]: row["completion"] for row in reversed(rows)}
+            # a model after two steps is never right: then the first answer to a problem counts as the right one
+            right = [first[row["prompt"]] if lab.fast else right_sum(row["messages"]) for row in rows]
+            write_rows(known, [row | {"reference": text} for row, text in zip(rows, right, strict=True)])
         judged = lab.write("judge", known, "--by", "exact_match", out=lab.home / f"{name}_judged.jsonl")
         options = ["--method", "rm", "--take", "all"]
         pairs.append(lab.write("pair", judged, *options, out=lab.home / f"{name}_pairs.jsonl"))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_posttrain.recipe.read import load_recipe
+from hf_posttrain.trainer.output_dir import write_json
 
 HERE = Path("recipes/real")
 FAST = [
@@ -33,6 +34,8 @@ SHARES = {
 }
 """Columns whose values are printed as percentages."""
 Row = dict[str, Any]
+Rows = dict[str, dict[str, dict[str, float]]]
+"""Rows of a table: title -> seed -> column -> value."""
 
 
 @dataclass
@@ -107,14 +110,15 @@ class Lab:
             if any(known[name] != value for name, value in settings.items()):
                 raise SystemExit(f"error: {out} was made with other settings. Choose another folder with --output")
             return str(known["output"])
-        if out.is_dir() and not out.is_symlink():
+        if out.is_dir():
             shutil.rmtree(out)
         else:
             out.unlink(missing_ok=True)
+        out.parent.mkdir(parents=True, exist_ok=True)
         began = time.perf_counter()
         output = self.python(*words, logged=logged)
         seconds = round(time.perf_counter() - began, 1)
-        write_text(record, json.dumps(settings | {"seconds": seconds, "output": output}, indent=1) + "\n")
+        write_json(record, settings | {"seconds": seconds, "output": output})
         return output
 
     def record(self, out: Path) -> Path:
@@ -161,21 +165,16 @@ class Table:
         self.page = lab.home / f"{name}.md"
         self.file = lab.home / f"{name}.json"
 
-    def read(self) -> dict[str, dict[str, dict[str, float]]]:
-        """Return the rows: title -> seed -> column -> value."""
-        return json.loads(self.file.read_text(encoding="utf-8")) if self.file.is_file() else {}
-
     def add(self, title: str, values: dict[str, float], seed: int = 0) -> dict[str, float]:
         """Set the values of a row with one seed, and return them."""
-        rows = self.read()
+        rows: Rows = json.loads(self.file.read_text(encoding="utf-8")) if self.file.is_file() else {}
         rows.setdefault(title, {})[str(seed)] = values
-        write_text(self.file, json.dumps(rows, indent=1) + "\n")
-        write_text(self.page, self.render())
+        write_json(self.file, rows)
+        self.page.write_text(self.render(rows), encoding="utf-8")
         return values
 
-    def render(self) -> str:
+    def render(self, rows: Rows) -> str:
         """Return a page with the mean and the standard error of the seeds."""
-        rows = self.read()
         columns = list(dict.fromkeys(column for seeds in rows.values() for row in seeds.values() for column in row))
         lines = ["| | " + " | ".join([*columns, "seeds"]) + " |", "|" + "---|" * (len(columns) + 2)]
         for title, seeds in rows.items():
@@ -201,21 +200,3 @@ def history(run: Path) -> list[Row]:
     """Return the log of a run."""
     logs: list[Row] = json.loads((run / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
     return logs
-
-
-def read(path: Path) -> list[Row]:
-    """Return the rows of a file."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-def write(path: Path, rows: Iterable[Row]) -> None:
-    """Write rows."""
-    write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file that is complete or missing, whenever the process is killed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(path.name + ".unfinished")
-    unfinished.write_text(text, encoding="utf-8")
-    unfinished.rename(path)

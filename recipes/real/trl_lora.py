@@ -50,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     source = recipe.data.train
     lora = recipe.model.lora
     assert isinstance(source, Source)
+    assert source.limit
     assert lora
     rows = load_dataset("json", data_files=source.path, split="train")
     options = SFTConfig(
