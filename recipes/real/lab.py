@@ -54,11 +54,12 @@ class Lab:
     fast: bool = False
     bf16: bool = False
 
-    def train(self, recipe: str, name: str, *overrides: str) -> Path:
-        """Return the folder of a run of a recipe with some overrides."""
+    def train(self, recipe: str, name: str, *overrides: str, full: bool = False) -> Path:
+        """Return the folder of a run of a recipe with some overrides, all of whose steps are run if it is `full`."""
         file = HERE / f"{recipe}.yaml"
-        options = [*overrides, f"train.output_dir={self.home / name}", *(FAST if self.fast else [])]
-        if self.fast:
+        options = [*overrides, f"train.output_dir={self.home / name}"]
+        if self.fast and not full:
+            options += FAST
             lengths = {"max_completion_length", "eval_max_completion_length"} & {*load_recipe(file).train}
             options += [f"train.{length}=8" for length in sorted(lengths)]
         options.append(f"train.bf16={str(self.bf16).lower()}")
