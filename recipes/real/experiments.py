@@ -328,9 +328,9 @@ def sampled_pairs(lab: Lab, student: Path) -> tuple[Path, Path]:
     """Return files with pairs of right and wrong answers of the student, to train on and held-out ones."""
     pairs = []
     for name in ("sums_judge", "sums_judge_heldout"):
-        options = ["--n", 4, "--max_completion_length", SUM_TOKENS, "--limit", lab.limit(512), "--apply_chat_template"]
-        prompts = DATA / f"{name}.jsonl"
-        answers = lab.write("sample", student, "--prompts", prompts, *options, out=lab.home / f"{name}_answers.jsonl")
+        options = ["--n", 4, "--max_completion_length", SUM_TOKENS, "--limit", lab.limit(512, fast=64)]
+        prompts = ["--prompts", DATA / f"{name}.jsonl", "--apply_chat_template"]
+        answers = lab.write("sample", student, *prompts, *options, out=lab.home / f"{name}_answers.jsonl")
         known = lab.home / f"{name}_known.jsonl"
         if not known.exists():
             rows = [row for row in read_rows(answers) if row["stopped"]]

@@ -19,7 +19,7 @@ HERE = Path("recipes/real")
 FAST = [
     "train.max_steps=2",
     "train.logging_steps=1",
-    "data.eval.limit=2",
+    "data.eval.limit=8",
     "data.train.limit=64",
 ]
 """Overrides that only show that everything runs."""
@@ -150,9 +150,9 @@ class Lab:
         """Return the column with the minutes of a run, or of the runs that lead to a model, without evaluations."""
         return {"minutes": sum(map(self.seconds, runs)) / 60}
 
-    def limit(self, rows: int) -> int:
-        """Return a number of rows, which is small in a fast run."""
-        return min(rows, 8) if self.fast else rows
+    def limit(self, rows: int, fast: int = 8) -> int:
+        """Return a number of rows, which is at most `fast` in a fast run."""
+        return min(rows, fast) if self.fast else rows
 
 
 class Table:
