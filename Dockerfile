@@ -5,6 +5,8 @@ ARG PYTHON=3.12
 FROM python:${PYTHON}-slim-bookworm
 
 ARG DEVICE=cpu
+# index of torch's wheels for CPUs
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 ENV PIP_NO_CACHE_DIR=1 \
     PIP_DISABLE_PIP_VERSION_CHECK=1 \
     PYTHONUNBUFFERED=1
@@ -21,7 +23,7 @@ WORKDIR /opt/hf_posttrain
 COPY constraints.txt setup.cfg pyproject.toml README.md ./
 RUN torch=$(grep '^torch==' constraints.txt) \
     && if [ "$DEVICE" = cpu ]; then \
-         pip install "$torch" --index-url https://download.pytorch.org/whl/cpu; \
+         pip install "$torch" --index-url "$TORCH_INDEX"; \
        elif [ "$DEVICE" = cuda ]; then \
          pip install "$torch" liger-kernel -c constraints.txt; \
        else \

@@ -139,12 +139,12 @@ def _convert(parser: Parser, arguments: argparse.Namespace) -> int:
     given = ("model", "teacher", "data", "eval", "columns", "output_dir", "lora", "rounds")
     if combined := [name for name in given if getattr(arguments, name)]:
         parser.error(f"--{combined[0]} cannot be combined with --from. Change the recipe afterwards")
-    title, conversion = convert(arguments.foreign, arguments.method)
+    conversion = convert(arguments.foreign, arguments.method)
     file = arguments.file or Path(f"{conversion.recipe['method']}.yaml")
-    lines = [*report(title, conversion)]
+    lines = [*report(conversion)]
     head = [
         *schema_lines(find_shipped()["recipes"]),
-        f"# Converted from {printable(str(arguments.foreign))} of {title}",
+        f"# Converted from {printable(str(arguments.foreign))} of {conversion.tool['title']}",
     ]
     text = "\n".join([*head, write_tree(conversion.recipe).rstrip(), *(f"# {printable(line)}" for line in lines)])
     _write(parser, file, f"{text}\n")
