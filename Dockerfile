@@ -16,7 +16,9 @@ RUN apt-get update \
     && apt-get install -y --no-install-recommends build-essential git \
     && rm -rf /var/lib/apt/lists/*
 
-RUN useradd --create-home --uid 1000 trainer
+RUN useradd --create-home --uid 1000 trainer \
+    && mkdir /workspace \
+    && chown trainer:trainer /workspace
 WORKDIR /opt/hf_posttrain
 
 # first the dependencies, which change less often than the code
@@ -37,7 +39,8 @@ COPY docs docs
 RUN pip install -c constraints.txt '.[deepspeed,quant]'
 
 # jobs read and write here: docker run -v "$PWD:/workspace" hf_posttrain recipe.yaml
-USER trainer
+# as a number, so that Kubernetes sees that it is not root
+USER 1000:1000
 WORKDIR /workspace
 # the second one is for users without a home: docker run --user
 ENV HF_HOME=/workspace/.cache/huggingface \

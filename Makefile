@@ -13,6 +13,7 @@ PYTHON312 ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python3.12
 VLLM ?= $(abspath $(VLLM_VENV))/bin/vllm
 WORKERS ?= 2
 PACKAGE ?=
+TESTED := $(filter $(notdir $(wildcard hf_posttrain/*)),$(notdir $(wildcard tests/*)))
 PYTEST ?=
 BENCH ?= --method all --against trl
 
@@ -64,7 +65,7 @@ suite: $(STAMP)
 ifeq ($(PACKAGE),)
 	$(BIN)/python $(SUITE) -m "$(QUICK)" $(PYTEST)
 else
-	@test -d tests/$(PACKAGE) || { echo "tests/$(PACKAGE) does not exist; packages: $$(cd tests && echo */)"; exit 2; }
+	@test -d tests/$(PACKAGE) || { echo "tests/$(PACKAGE) does not exist; packages: $(TESTED)"; exit 2; }
 	$(BIN)/python -m pytest tests/$(PACKAGE) -m "$(QUICK)" $(PYTEST)
 endif
 

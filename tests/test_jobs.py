@@ -39,7 +39,7 @@ def test_the_image_has_the_whole_package_and_a_user_of_its_own():
     assert {"hf_posttrain", *shipped} <= {*copied}
     names = [name for name, _ in found]
     assert names.index("USER") > max(n for n, name in enumerate(names) if name == "RUN")
-    assert dict(found)["USER"] == "trainer"
+    assert dict(found)["USER"] == "1000:1000"
     assert dict(found)["ENTRYPOINT"] == '["hf-posttrain"]'
     installs = [rest for name, rest in found if name == "RUN" and "pip install" in rest]
     assert all("constraints.txt" in rest for rest in installs)

@@ -5,9 +5,9 @@ import re
 import sys
 from pathlib import Path
 
+import nbformat
 import pytest
 
-nbformat = pytest.importorskip("nbformat", reason="pip install -e '.[notebook]'")
 REPOSITORY = Path(__file__).parents[1]
 NOTEBOOKS = sorted((REPOSITORY / "docs" / "notebooks").glob("*.ipynb"))
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Jupyter's packages

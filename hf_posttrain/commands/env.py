@@ -12,9 +12,15 @@ from .. import __version__
 from ..monitoring.versions import TESTED
 from ..recipe.cli import Parser, print_output
 
-OPTIONAL = ("deepspeed", "bitsandbytes", "vllm", "liger-kernel", "triton", "flash-attn", "trl", "wandb", "lm-eval")
+OPTIONAL = (
+    *("deepspeed", "bitsandbytes", "vllm", "liger-kernel", "triton", "flash-attn", "trl", "lm-eval"),
+    *("wandb", "trackio", "tensorboard"),
+)
 """Packages that only some options use."""
-VARIABLES = ("ACCELERATE_", "CUDA_", "HF_", "NCCL_", "OMP_", "PYTORCH_", "TOKENIZERS_", "TRITON_", "WANDB_")
+VARIABLES = (
+    *("ACCELERATE_", "CUDA_", "HF_", "NCCL_", "OMP_", "PYTORCH_", "TOKENIZERS_", "TORCH_", "TRITON_"),
+    *("TRACKIO_", "WANDB_"),
+)
 """Beginnings of the names of environment variables that are printed."""
 SECRETS = ("TOKEN", "KEY", "PASSWORD", "SECRET")
 """Ends of the names of variables whose values are not printed."""

@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         dest="foreign",
         type=Path,
         help="convert a YAML file of Axolotl, LLaMA-Factory or TRL (`trl METHOD --config FILE`), and list the keys that"
-        " have no counterpart",
+        " are not converted",
     )
     parser.add_argument("--model", metavar="NAME", help="model to train: a folder or a hub name")
     parser.add_argument("--teacher", metavar="NAME", help="the teacher, for methods with one")

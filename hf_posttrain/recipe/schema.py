@@ -17,6 +17,7 @@ from ..trainer.config import PostTrainConfig
 from ..trainer.method_spec import Method
 from ..trainer.option_group import OptionGroup
 from ..trainer.renamed_options import old_names
+from ..trainer.rules import COMPILE_MODES, REPORTER_PACKAGES
 from .fields import Field, choices, fields_of, lora_fields, train_fields, union_members
 from .sections import Recipe
 
@@ -28,6 +29,12 @@ _NULL: Schema = {"type": "null"}
 _HIDDEN: Schema = {"doNotSuggest": True}
 """For editors: keys that are accepted, and not offered."""
 _TEXT: Schema = {"type": "string"}
+_CHOICES = {
+    "report_to": ("all", "none", *REPORTER_PACKAGES),
+    "torch_compile_mode": COMPILE_MODES,
+    "ddp_backend": (),  # torch has others than those that transformers lists
+}
+"""Values of options of transformers, in place of its own lists."""
 _TYPES: dict[object, Schema] = {
     str: _TEXT,
     type(None): _NULL,
@@ -66,7 +73,9 @@ def recipe_schema() -> Schema:
     sections["TeacherSection"]["properties"] |= {name: comparison[name] for name in COMPARISON_OPTIONS}
     rounds = sections["RoundsSection"]["properties"]
     rounds["sampler"] = _group(SAMPLERS, rounds["sampler"])
-    rounds["judge"] = _or(rounds["judge"], _TEXT)  # exact_match, package.module:name, a URL
+    kinds = sections["JudgeSection"]["properties"]["by"]
+    function_or_url = {"type": "string", "pattern": ":"}
+    rounds["judge"] = _or(rounds["judge"], _any_of([{"enum": kinds["enum"]}, function_or_url]))
     rounds |= _old_names({"sampler": SAMPLERS}, rounds)
     root["properties"]["rounds"] = _or(root["properties"]["rounds"], {"type": "integer"})
 
@@ -109,7 +118,7 @@ def _section(kind: type) -> Schema:
     """Return the schema of a dataclass: a section, a Config, or a kind of a group."""
     schema = _mapping(fields_of(kind), _help(kind))
     for field in dataclasses.fields(kind):
-        if allowed := field.metadata.get("choices"):
+        if allowed := _CHOICES.get(field.name, field.metadata.get("choices")):
             schema["properties"][field.name] = _limit_texts(schema["properties"][field.name], allowed)
     return schema
 

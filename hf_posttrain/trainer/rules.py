@@ -143,6 +143,8 @@ def value_problems(values: OptionValues) -> Iterator[Problem]:
         yield ("train_sampling_strategy",), problem
     else:
         choices.append(("train_sampling_strategy", ("random", "sequential", "group_by_length")))
+    if getattr(values, "dataloader_multiprocessing_context", None) is not None:
+        choices.append(("dataloader_multiprocessing_context", ("fork", "spawn", "forkserver")))
     for name, allowed in choices:
         yield from choice_problems(name, getattr(values, name), allowed)
     if values.include_num_input_tokens_seen == "non_padding":

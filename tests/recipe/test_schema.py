@@ -5,6 +5,7 @@ import json
 import random
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from jsonschema import Draft7Validator
@@ -13,6 +14,7 @@ from test_rules import PINNED
 from hf_posttrain import run
 from hf_posttrain.errors import InputError
 from hf_posttrain.methods import METHODS, config_class
+from hf_posttrain.recipe.fields import train_fields, union_members
 from hf_posttrain.recipe.read import load_recipe
 from hf_posttrain.recipe.schema import recipe_schema
 from hf_posttrain.recipe.yaml_tree import read_tree, write_tree
@@ -21,8 +23,10 @@ REPOSITORY = Path(__file__).parents[2]
 FOLDERS = [REPOSITORY / "recipes" / folder for folder in (".", "tiny", "real")]
 RECIPES = [file for folder in FOLDERS for file in sorted(folder.glob("*.yaml"))]
 OF_NAMES_AND_TYPES = re.compile(
-    r"unknown (key|section) |does not exist: | is missing$|is not an option|: [\w.]+ must be (?!above|at least|in )"
-    r"| requires [\w.]+ of kind|: train\.(rollouts|sampler|reward|token_weights)(\.kind)?=.* is not one of "
+    r"unknown (key|section) |does not exist: | is missing$|(?<!kwargs\.a) is not an option|: [\w.]+ must be (?!above|at least|in )"
+    r"| requires [\w.]+ of kind| must map expressions| requires [\w.]+, which is one of "
+    # code of a model may define other implementations of attention
+    r"|: (?!\S*attn_implementation)[\w.]+=.* is not one of "
 )
 VALUES = [None, True, 0, 3, -2, 1.5, "5e-7", "12", "yes", "text", [], ["a"], [1], {}, {"a": 1}, {"kind": "none"}]
 """Values that replace those of a recipe."""
@@ -72,8 +76,13 @@ def test_each_method_has_its_own_options(validator):
 
 
 def mutants(seed, count):
-    """Yield recipes with a changed value, an additional key, or without a key."""
+    """Yield recipes with a changed value, an additional or misspelled key, or without a key."""
     draw = random.Random(seed)
+    # fields.json does not know the types of a few options of transformers
+    options = {
+        name: [option for option, field in train_fields(name).items() if Any not in union_members(field.kind)]
+        for name in METHODS
+    }
     trees = [read_tree(file)[0] for file in RECIPES]
     for _ in range(count):
         tree = copy.deepcopy(draw.choice(trees))
@@ -81,9 +90,11 @@ def mutants(seed, count):
         while (inner := [value for value in section.values() if isinstance(value, dict)]) and draw.random() < 0.7:
             section = draw.choice(inner)
         key = draw.choice([*section])
-        change = draw.choice(("value", "value", "value", "name", "missing"))
+        change = draw.choice(("value", "value", "value", "option", "option", "name", "missing"))
         if change == "value":
             section[key] = draw.choice(VALUES)
+        elif change == "option":
+            tree.setdefault("train", {})[draw.choice(options[tree["method"]])] = draw.choice(VALUES)
         elif change == "name":
             section[draw.choice((f"{key}s", "colour", key.upper()))] = section.pop(key)
         else:

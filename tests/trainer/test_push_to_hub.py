@@ -35,7 +35,7 @@ def test_a_run_uploads_its_model_with_a_card(recipe, hub_home):
     assert load_tensors(files[weights])
     assert not [name for name in files if name.startswith(("checkpoint-", "_"))]
     card = yaml.safe_load(io.StringIO(files["README.md"].decode().split("---")[1]))
-    assert "hf_posttrain" in card["tags"]
+    assert {"hf_posttrain", load_recipe(f"recipes/{recipe}.yaml").method} <= {*card["tags"]}
     if recipe == "sft_lora":  # the model of a full run is a folder here, and no name of the Hub
         assert card["base_model"] == load_recipe(f"recipes/{recipe}.yaml").model.name_or_path
     assert card.get("library_name") == ("peft" if recipe == "sft_lora" else "transformers")
