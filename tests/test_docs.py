@@ -495,31 +495,6 @@ def _metrics(page: str, heading: str) -> list[list[str]]:
     return table((REPOSITORY / "docs" / "reference" / f"{page}.md").read_text(encoding="utf-8"), heading)
 
 
-def test_names_of_trl_are_its_own():
-    trl = pytest.importorskip("trl")
-    if not trl.__version__.startswith("1.16."):
-        pytest.skip(f"the page is about TRL 1.16, here is {trl.__version__}")
-    distillation = importlib.import_module("trl.trainer.distillation_config").DistillationConfig
-    gkd = importlib.import_module("trl.experimental.gkd").GKDConfig
-    cpo = importlib.import_module("trl.experimental.cpo").CPOConfig
-    orpo = importlib.import_module("trl.experimental.orpo").ORPOConfig
-    transformers_own = {field.name for field in dataclasses.fields(TrainingArguments)}
-    theirs = {
-        field.name for config in (trl.SFTConfig, trl.DPOConfig, trl.KTOConfig, distillation, gkd, cpo, orpo)
-        for field in dataclasses.fields(config)
-    }  # fmt: skip
-    ours = {name for config in CONFIGS.values() for name in config.__dataclass_fields__}
-    rows = table((REPOSITORY / "docs" / "guides" / "from_trl.md").read_text(encoding="utf-8"), "## Fields")
-    named = {one for cells in rows for one in code(cells[0])}
-    server = importlib.import_module("trl.experimental.server_distillation").ServerDistillationConfig
-    gold = importlib.import_module("trl.experimental.gold").GOLDConfig
-    others = {field.name for config in (server, gold) for field in dataclasses.fields(config)}  # named in part
-    assert named <= theirs | others, named - theirs - others
-    assert theirs - transformers_own <= named, theirs - transformers_own - named
-    for cells in rows:
-        assert not cells[1].startswith("the same") or set(code(cells[0])) <= ours, cells
-
-
 def test_formats_of_the_guide_are_read_by_their_method():
     text = (REPOSITORY / "docs" / "guides" / "finetune.md").read_text(encoding="utf-8")
     for _, line, method in table(text, "## 1. Prepare the rows"):

@@ -1,8 +1,8 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["hf_posttrain"]
+# dependencies = ["hf_posttrain @ git+https://github.com/OWNER/hf_posttrain"]
 # ///
-"""SFT with LoRA as one file, whose dependencies uv installs.
+"""SFT with LoRA as one file, whose dependencies uv installs. Set OWNER to the account of the repository first.
 
     uv run sft_uv.py [section.key=value ...]
     hf jobs uv run --flavor a10g-small --secrets HF_TOKEN sft_uv.py train.push_to_hub=true train.hub_model_id=NAME

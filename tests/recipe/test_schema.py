@@ -23,7 +23,8 @@ REPOSITORY = Path(__file__).parents[2]
 FOLDERS = [REPOSITORY / "recipes" / folder for folder in (".", "tiny", "real")]
 RECIPES = [file for folder in FOLDERS for file in sorted(folder.glob("*.yaml"))]
 OF_NAMES_AND_TYPES = re.compile(
-    r"unknown (key|section) |does not exist: | is missing$|(?<!kwargs\.a) is not an option|: [\w.]+ must be (?!above|at least|in )"
+    r"unknown (key|section) |does not exist: | is missing$|(?<!kwargs\.a) is not an option"
+    r"|: [\w.]+ must be (?!above|at least|in )"
     r"| requires [\w.]+ of kind| must map expressions| requires [\w.]+, which is one of "
     # code of a model may define other implementations of attention
     r"|: (?!\S*attn_implementation)[\w.]+=.* is not one of "
