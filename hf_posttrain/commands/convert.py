@@ -238,8 +238,9 @@ def _convert_schedule(conversion: Conversion) -> None:
 def _convert_divergence(conversion: Conversion) -> None:
     """Set the divergence from TRL's `beta`, whose ends are the two directions of the KL divergence."""
     ends = {0.0: "forward_kl", 1.0: "reverse_kl"}
+    option = "train.divergence" if _is_unknown_option(conversion, "train.loss_type") else "train.loss_type"
     if (beta := conversion.settings.get("beta")) is not None:
-        conversion.set("train.loss_type", ends.get(beta, "jsd"))
+        conversion.set(option, ends.get(beta, "jsd"))
         if beta in ends:
             conversion.take("beta")
 

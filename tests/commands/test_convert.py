@@ -200,6 +200,8 @@ def test_rows_of_llama_factory_that_train_on_prompts(tmp_path):
 def test_divergence_of_trl(beta, train, tmp_path):
     settings = {"model_name_or_path": "m", "dataset_name": "d", "teacher_model_name_or_path": "t", "beta": beta}
     assert convert_settings(tmp_path, "opd", **settings)[0]["train"] == train
+    name = train.pop("loss_type")
+    assert convert_settings(tmp_path, "kd", **settings)[0]["train"] == train | {"divergence": name}
 
 
 def test_rows_to_evaluate_on_of_trl(tmp_path):
