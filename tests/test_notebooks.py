@@ -1,15 +1,11 @@
 """The notebooks of docs/notebooks run from their first cell to their last, offline on CPU, and their models improve."""
 
-import os
 import re
-import sys
-from pathlib import Path
 
 import nbformat
 import pytest
+from notebooks_for_tests import NOTEBOOKS, execute
 
-REPOSITORY = Path(__file__).parents[1]
-NOTEBOOKS = sorted((REPOSITORY / "docs" / "notebooks").glob("*.ipynb"))
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Jupyter's packages
 
 
@@ -29,14 +25,8 @@ def test_a_notebook_has_no_output_and_is_valid(path):
 @pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs_and_its_model_improves(path, tmp_path, monkeypatch):
-    client = pytest.importorskip("nbclient", reason="pip install -e '.[notebook]'")
-    (tmp_path / "recipes").symlink_to(REPOSITORY / "recipes")
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     notebook = nbformat.read(path, as_version=4)
-    client.NotebookClient(
-        notebook, timeout=900, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
-    ).execute()
+    execute(notebook, tmp_path, monkeypatch)
     shown = "\n".join(text_of(cell) for cell in notebook.cells if cell.cell_type == "code")
     shares = re.findall(r"\((\d+), (0\.\d+)\)", shown)  # (step, exact match), of the last list
     start = max(n for n, (step, _) in enumerate(shares) if step == "0")

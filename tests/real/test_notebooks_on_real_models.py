@@ -1,16 +1,12 @@
 """The notebooks of docs/notebooks with a pretrained model in place of the small one, two steps of each run."""
 
-import os
 import re
-import sys
-from pathlib import Path
 
 import nbformat
 import pytest
+from notebooks_for_tests import NOTEBOOKS, execute
 from on_real_models import found
 
-REPOSITORY = Path(__file__).parents[2]
-NOTEBOOKS = sorted((REPOSITORY / "docs" / "notebooks").glob("*.ipynb"))
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.real,
@@ -33,18 +29,12 @@ FEWER = {
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs_with_a_pretrained_model(path, tmp_path, monkeypatch):
-    client = pytest.importorskip("nbclient", reason="pip install -e '.[notebook]'")
-    (tmp_path / "recipes").symlink_to(REPOSITORY / "recipes")
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     notebook = nbformat.read(path, as_version=4)
     for cell in notebook.cells:
         cell.source = re.sub(r'^(MODEL|TEACHER) = "[^"]*"', rf'\1 = "{found("smollm2")}"', cell.source, flags=re.M)
         for pattern, shorter in FEWER.items():
             cell.source = re.sub(pattern, shorter, cell.source)
-    client.NotebookClient(
-        notebook, timeout=900, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
-    ).execute()
+    execute(notebook, tmp_path, monkeypatch)
     outputs = tmp_path / "outputs" / "notebooks"
     assert not (outputs / "student").exists()
     for folder in FOLDERS[path.stem]:
