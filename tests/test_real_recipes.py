@@ -1,7 +1,10 @@
 """recipes/real: the recipes load, and the driver writes rows and tables. The runs themselves are in tests/real."""
 
 import json
+import re
 import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -62,6 +65,13 @@ def test_a_table_has_means_and_standard_errors(tmp_path):
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("path", sorted(Path("docs/results").glob("*.json")), ids=lambda path: path.stem)
+def test_the_page_of_results_has_the_means_of_its_files(path, tmp_path):
+    table = labs.Table(labs.Lab(tmp_path, [0]), path.stem).render(json.loads(path.read_text(encoding="utf-8")))
+    page = Path("docs/results.md").read_text(encoding="utf-8")
+    assert "\n".join(line for line in table.splitlines() if line.startswith("|")) in page
+
+
 RAN = {
     "prune": {"gsm8k_lora", "prune_sft", "prune_kd", "prune_opd"}, "lora": {"gsm8k_lora"},
     "preferences": {"sums_sft", "preference_dpo", "preference_kto", "preference_cpo", "preference_kl"},
@@ -76,7 +86,14 @@ def test_each_recipe_belongs_to_an_experiment():
     assert set().union(*RAN.values()) == {path.stem for path in RECIPES}
 
 
-ONE_SEED = {"lora": 1, "preferences": 1, "rounds": 1, "cross": 1, "prune": 5, "on_policy": 5}
+def names_in_outputs(file):
+    """The first part of each path below outputs/real that a recipe reads."""
+    tree = load_recipe(file).to_dict()
+    tree["train"].pop("output_dir")
+    return re.findall(r'"outputs/real/([^/"]+)', json.dumps(tree))
+
+
+ONE_SEED = {"lora": 1, "preferences": 1, "rounds": 1, "cross": 2, "prune": 5, "on_policy": 5}
 """Experiment -> the number of rows with one seed: models before training, and runs with the first seed only."""
 
 
@@ -87,6 +104,7 @@ def test_overrides_of_an_experiment_are_those_of_recipes_that_load(name, tmp_pat
     recipes = set()
     logs = [{"step": 8, "loss": 1.0, "eval_runtime": 0.0, "eval_rewards/accuracies": 0.5}]
     logs += [{"step": 8, "eval_distill/reverse_kl": 0.1, "eval_generation/length": 5.0}]
+    logs += [{"step": 8, "train_runtime": 60.0}]
 
     def python(self, *words, logged=False):
         _, module, first, *rest = map(str, words)
@@ -104,7 +122,9 @@ def test_overrides_of_an_experiment_are_those_of_recipes_that_load(name, tmp_pat
             asked = [{"role": "user", "content": "12+3="}]
             rows = [{"prompt": "12+3=", "completion": "#### 15", "stopped": True, "messages": asked}]
             write_rows(Path(rest[rest.index("--out") + 1]), rows)
-        else:  # merge, prune, compare, eval
+        elif first == "compare":
+            Path(rest[rest.index("--output") + 1]).write_text("<svg/>")
+        else:  # merge, prune, eval
             Path(rest[rest.index("--output") + 1] if "--output" in rest else rest[-1]).mkdir(parents=True)
         metrics = dict.fromkeys(
             ("answer_nll", "exact_match", "perplexity", "pair_accuracy", "stopped", "well_formed"), 0.5
@@ -117,12 +137,14 @@ def test_overrides_of_an_experiment_are_those_of_recipes_that_load(name, tmp_pat
         folders.append(folder.name)
 
     monkeypatch.setattr(labs.Lab, "python", python)
-    monkeypatch.setattr(labs.Lab, "seconds", lambda self, run: 60.0)
     monkeypatch.setattr(experiments, "find_spec", lambda name: True)
     lab = labs.Lab(tmp_path, [0, 1])
     experiments.EXPERIMENTS[name](lab)
     assert len({*folders}) == len(folders) > 1
     assert recipes == RAN[name]
+    # what the recipes read when they are run alone is made by the experiment
+    made = {path.name for path in tmp_path.iterdir()} | {"data", "smollm2", "gemma3"}
+    assert {name for recipe in recipes for name in names_in_outputs(experiments.HERE / f"{recipe}.yaml")} <= made
     assert (tmp_path / f"{name}.md").is_file()
     seeds = [tuple(row) for row in json.loads((tmp_path / f"{name}.json").read_text()).values()]
     assert {*seeds} == {("0",), ("0", "1")}
@@ -150,23 +172,90 @@ def test_what_is_complete_is_not_repeated(tmp_path, monkeypatch):
     assert {"train.seed=1", f"train.output_dir={tmp_path / 'new'}", "train.max_steps=2"} <= {*words}
     assert lab.train("rounds", "new", "train.seed=1") == tmp_path / "new"
     assert len(commands) == 1
-    with pytest.raises(SystemExit, match=r"new was made with other settings\. Choose another folder with --output"):
+    with pytest.raises(SystemExit, match=r"new was made with other settings\. Delete it, or choose another folder"):
         lab.train("rounds", "new", "train.seed=2")
     shutil.rmtree(tmp_path / "new")
     lab.train("rounds", "new", "train.seed=2")
-    assert lab.make(tmp_path / "new", *commands[-1], recipe=(labs.HERE / "rounds.yaml").read_text()) == "printed"
+    assert (
+        lab.make(tmp_path / "new", *commands[-1], recipe=load_recipe(labs.HERE / "rounds.yaml").to_dict()) == "printed"
+    )
     assert len(commands) == 2
 
 
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    """A lab in which `python` writes its last word's file, and the files that were written."""
+    written = []
+
+    def python(self, *words, logged=False):
+        written.append(Path(words[-1]).name)
+        Path(words[-1]).write_text("[]")
+
+    monkeypatch.setattr(labs.Lab, "python", python)
+    return labs.Lab(tmp_path, [0]), written
+
+
+def test_what_was_made_of_something_that_is_made_again_is_made_again(files):
+    lab, written = files
+    student, sampled, judged = (lab.home / name for name in ("student", "sampled.jsonl", "judged.jsonl"))
+
+    def make_all():
+        lab.make(student, "train", student)
+        lab.make(sampled, "sample", student, sampled)
+        lab.write_rows(lab.home / "answers.jsonl", [{"text": "a"}], sampled)
+        lab.make(judged, "judge", lab.home / "answers.jsonl", judged)
+
+    make_all()
+    make_all()
+    assert written == ["student", "sampled.jsonl", "judged.jsonl"]
+    student.unlink()
+    make_all()
+    make_all()
+    assert written == ["student", "sampled.jsonl", "judged.jsonl"] * 2
+
+
+def test_what_was_interrupted_is_made_again(files, monkeypatch):
+    lab, written = files
+    out = lab.home / "rows.jsonl"
+    lab.make(out, "sample", out)
+    out.unlink()
+
+    def interrupted(self, *words, logged=False):
+        out.write_text("half")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(labs.Lab, "python", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            lab.make(out, "sample", out)
+    lab.make(out, "sample", out)
+    assert out.read_text() == "[]"
+    assert written == ["rows.jsonl"] * 2
+
+
+def test_a_process_waits_for_another_that_makes_the_same(files):
+    lab, written = files
+    out = lab.home / "rows.jsonl"
+    lock = lab.record(out).with_suffix(".lock")
+    lock.parent.mkdir()
+    with ThreadPoolExecutor() as pool:
+        with labs.only_one(lock):
+            waiting = pool.submit(lab.make, out, "sample", out)
+            time.sleep(0.2)
+            assert not written
+        waiting.result()
+    assert written == ["rows.jsonl"]
+
+
 def test_minutes_are_without_those_of_evaluation(tmp_path):
-    logs = [{"loss": 1.0}, {"eval_loss": 1.0, "eval_runtime": 2.5}, {"eval_runtime": 1.5}, {"train_runtime": 8.0}]
+    logs = [{"loss": 1.0}, {"eval_loss": 1.0, "eval_runtime": 2.5}, {"train_runtime": 8.0}, {"eval_runtime": 1.5}]
     lab = labs.Lab(tmp_path, [0])
     run = tmp_path / "run"
     run.mkdir()
-    write_json(lab.record(run), {"seconds": 10.0})
+    write_json(lab.record(run), {"seconds": 13.0})
     (run / "trainer_state.json").write_text(json.dumps({"log_history": logs}))
-    assert lab.seconds(run) == 6.0
-    assert lab.minutes(run, run) == {"minutes": 0.2}
+    assert labs.training_seconds(run) == 5.5
+    assert lab.minutes(run, run) == {"minutes": 0.3, "minutes of training": pytest.approx(11 / 60)}
 
 
 def test_a_fast_call_does_not_write_to_the_folder_of_full_runs(capsys):

@@ -65,6 +65,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--limit", type=number_type(1), default=32, metavar="N", help="number of rows to read (32)")
     parser.add_argument("--max_length", type=number_type(2), default=512, metavar="N", help="tokens of a row (512)")
+    parser.add_argument(
+        "--apply_chat_template", action="store_true", help="convert rows of plain text to a user and an assistant turn"
+    )
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="data type of the weights (auto: as saved)")
     parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with the model")
     parser.add_shared("columns")
@@ -72,6 +75,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     arguments.columns = dict(arguments.columns)
     if arguments.data and not arguments.keep_layers.isdigit():
         parser.error("--data requires a number of layers in --keep_layers, and it is a list. Remove --data")
+    if arguments.apply_chat_template and not arguments.data:
+        parser.error("--apply_chat_template converts the rows of --data. Add --data, or remove it")
     return arguments
 
 
@@ -137,10 +142,9 @@ def read_texts(arguments: argparse.Namespace, tokenizer: Any) -> list[list[int]]
     from ..data.sources import load
     from .inference import PromptReader, data_options
 
+    options = data_options(max_length=arguments.max_length, apply_chat_template=arguments.apply_chat_template)
     raw = load(Source(arguments.data, None, "train", arguments.columns or None, arguments.limit), "--data")
-    rows = prepare(
-        raw, PromptReader("prune", SUPERVISED), tokenizer, data_options(max_length=arguments.max_length), "--data"
-    )
+    rows = prepare(raw, PromptReader("prune", SUPERVISED), tokenizer, options, "--data")
     return [[*row["prompt_ids"], *row["completion_ids"]] for row in rows]
 
 

@@ -4,7 +4,8 @@
 
 Run `make real-models` first. Each experiment runs the recipes of this folder and commands of hf-posttrain, and writes
 its table to FOLDER/NAME.md after each run. A run or file that is complete is not repeated: after an interruption, run
-the same command again. FOLDER/made records how each of them was made. `--fast` runs a few steps of each recipe, which
+the same command again. FOLDER/made records how each of them was made, and what was made of something that was made
+again is made again too. `--fast` runs a few steps of each recipe, which
 shows that everything works.
 """
 
@@ -18,23 +19,20 @@ from pathlib import Path
 
 import torch
 
-from hf_posttrain.commands.resumable_jsonl import write_rows
 from hf_posttrain.data.files import read_rows
+from hf_posttrain.recipe.read import load_recipe
+from hf_posttrain.recipe.sections import Source
 from hf_posttrain.scoring.cpu import bf16_instructions
 
-from .lab import HERE, Lab, Row, Table, history
+from .lab import HERE, Lab, Table, history, training_seconds
 
 MODELS = Path("outputs/real")
 """Folder in which `make real-models` links the models and writes the rows."""
 DATA = MODELS / "data"
-ROWS = 320
-"""Rows of GSM8K in a run of SFT or KD."""
 ANSWERED = 50
 """Held-out problems of GSM8K that a model is evaluated on, one batch."""
 SOLUTION_TOKENS = 144
 """Longest answer to a problem of GSM8K."""
-TAUGHT = 768
-"""Additions that the student of experiment e learns from."""
 SUM_TOKENS = 12
 """Longest answer to an addition."""
 SEEDS = {"prune": [0, 1, 2], "on_policy": [0, 1, 2]}
@@ -46,7 +44,7 @@ Stages = tuple[str, *tuple[Path, ...]]
 def prune(lab: Lab) -> None:
     """a. The model of experiment b with 20 and with 15 of its 30 layers: SFT, KD and OPD after KD."""
     whole = merged_solver(lab)
-    criterion = ["--data", DATA / "gsm8k_train.jsonl", "--limit", lab.limit(32)]
+    criterion = ["--data", DATA / "gsm8k_train.jsonl", "--limit", lab.limit(32), "--apply_chat_template"]
     table = Table(lab, "prune")
     full = table.add("all 30 layers", losses(lab, whole))["held-out loss"]
     for count in (20, 15):
@@ -88,15 +86,23 @@ def prune_runs(lab: Lab, count: int, pruned: Path, whole: Path, seed: int) -> It
     yield "KD and SFT", lab.train("prune_kd", f"prune_kd_sft_{ending}", *common, teacher, "train.kd_coef=0.5")
     if count != 20:
         return
-    rows = lab.limit(round(ROWS * lab.seconds(kd) / lab.seconds(sft)))
+    rows = lab.limit(round(train_rows("prune_sft") * training_seconds(kd) / training_seconds(sft)))
     longer = lab.train("prune_sft", f"prune_sft_longer_{ending}", *common, f"data.train.limit={rows}")
     yield "SFT, the seconds of KD", longer
     after = (f"model.name_or_path={kd}", f"train.seed={seed}", teacher)
     opd = lab.train("prune_opd", f"prune_opd_{ending}", *after)
     yield "OPD after KD", kd, opd
-    rows = lab.limit(round(ROWS * (lab.seconds(kd) + lab.seconds(opd)) / lab.seconds(kd)))
+    rows = lab.limit(round(train_rows("prune_kd") * (1 + training_seconds(opd) / training_seconds(kd))))
     longer = lab.train("prune_kd", f"prune_kd_longer_{ending}", *common, teacher, f"data.train.limit={rows}")
     yield "KD, the seconds of OPD after KD", longer
+
+
+def train_rows(recipe: str) -> int:
+    """Return the number of rows that a recipe trains on."""
+    source = load_recipe(HERE / f"{recipe}.yaml").data.train
+    assert isinstance(source, Source)
+    assert source.limit
+    return source.limit
 
 
 def cached_kd_runs(lab: Lab, pruned: Path, whole: Path, seed: int) -> Iterator[Stages]:
@@ -107,16 +113,19 @@ def cached_kd_runs(lab: Lab, pruned: Path, whole: Path, seed: int) -> Iterator[S
         yield f"KD, cached {cache}", lab.train("prune_kd", f"prune_kd_{cache.split()[-1]}_20_{seed}", *common)
 
 
-def losses(lab: Lab, model: Path) -> dict[str, float]:
-    """Return the losses of a model on held-out problems and general text, and what its greedy answers are like."""
+def losses(lab: Lab, model: Path, *template: object) -> dict[str, float]:
+    """Return the losses of a model on held-out problems and general text, and what its greedy answers are like.
+
+    `template` is the option with the chat template of a model that has none.
+    """
     options = ["--apply_chat_template", "--max_completion_length", lab.limit(SOLUTION_TOKENS), "--batch_size", 50]
-    options += ["--metrics", HERE / "well_formed", "--limit", ANSWERED]
+    options += ["--metrics", HERE / "well_formed", "--limit", ANSWERED, *template]
     heldout = lab.evaluate(model, "heldout", "--data", DATA / "gsm8k_heldout.jsonl", *options)
     general = lab.evaluate(model, "general", "--data", DATA / "general.jsonl")
     return {
-        "held-out loss": heldout["answer_nll"], "exact match": heldout["exact_match"],
-        "general perplexity": general["perplexity"], "answers that end": heldout["stopped"],
-        "well-formed answers": heldout["well_formed"],
+        "held-out loss": heldout["answer_nll"], "well-formed answers": heldout["well_formed"],
+        "answers that end": heldout["stopped"], "exact match": heldout["exact_match"],
+        "general perplexity": general["perplexity"],
     }  # fmt: skip
 
 
@@ -153,12 +162,14 @@ def preferences(lab: Lab) -> None:
                 options += [f"data.train.path={pairs}", f"data.eval.path={heldout}"]
                 run = lab.train(f"preference_{method}", name, *options)
                 models = [f"model.name_or_path={run}", f"teacher.name_or_path={student}"]
-                kl = lab.train("preference_kl", f"kl_{name}", *models)
+                kl = lab.train("preference_kl", f"kl_{name}", *models, bf16=False)
                 evaluated = next(log for log in history(kl) if "eval_distill/reverse_kl" in log)
                 accuracy = [log["eval_rewards/accuracies"] for log in history(run) if "eval_rewards/accuracies" in log]
                 # KTO reads the two answers of a pair apart: the share whose reward has the sign of the label
                 column = "held-out answers" if method == "kto" else "held-out pairs"
-                values = {
+                # rewards are 0 before DPO and KTO, and the log-probabilities of CPO are not
+                before = {f"{column} before training": accuracy[0]} if method == "cpo" else {}
+                values = before | {
                     column: accuracy[-1],
                     "KL in nats per answer": evaluated["eval_distill/reverse_kl"] * evaluated["eval_generation/length"],
                     "changed answers": changed_answers(lab, student, run),
@@ -192,7 +203,7 @@ def block(text: str) -> str:
 def changed_answers(lab: Lab, initial: Path, model: Path) -> float:
     """Return the share of the greedy answers to held-out problems that differ from those of the initial model."""
     options = ["--prompts", DATA / "sums_judge_heldout.jsonl", "--apply_chat_template", "--temperature", 0]
-    options += ["--max_completion_length", SUM_TOKENS, "--limit", lab.limit(128)]
+    options += ["--max_completion_length", SUM_TOKENS]
     texts = []
     for each in (initial, model):
         out = lab.home / "answers" / f"{each.name}_greedy.jsonl"
@@ -212,7 +223,9 @@ def cross(lab: Lab) -> None:
     def solver(name: str, seed: int) -> Path:
         return lab.train("cross_sft", f"cross_sft_{name}_{seed}", *start(name, seed))
 
-    table.add("SmolLM2, before", losses(lab, lab.home / "smollm2"))  # Gemma 3, a base model, has no chat template
+    for name, title in names.items():
+        template = ["--chat_template", HERE / "gemma3.jinja"] if name == "gemma3" else []
+        table.add(f"{title}, before", losses(lab, lab.home / name, *template))
     for student, teacher in (("smollm2", "gemma3"), ("gemma3", "smollm2")):
         for seed in lab.seeds:
             sft = solver(student, seed)
@@ -240,16 +253,14 @@ def on_policy(lab: Lab) -> None:
     table = Table(lab, "on_policy")
     for name, model in models.items():
         table.add(name, sums(lab, model))
-    prompts = ["--prompts", DATA / "sums_prompts.jsonl", "--limit", lab.limit(2 * TAUGHT), "--apply_chat_template"]
+    prompts = ["--prompts", DATA / "sums_prompts.jsonl", "--limit", lab.limit(1536), "--apply_chat_template"]
     options = [*prompts, "--max_completion_length", SUM_TOKENS]
     sampled = lab.write("sample", teacher, *options, out=lab.home / "sums_sampled.jsonl")
+    # as text: sampled rows have token ids, and the held-out rows of the recipes have none
+    rows = [row for row in read_rows(sampled) if row["stopped"]]
+    texts = [{"prompt": row["messages"][-1]["content"], "completion": row["completion"]} for row in rows]
     answers = lab.home / "sums_answers.jsonl"
-    if not answers.exists():
-        # as text: sampled rows have token ids, and the held-out rows of the recipes have none
-        rows = [row for row in read_rows(sampled) if row["stopped"]]
-        write_rows(
-            answers, [{"prompt": row["messages"][-1]["content"], "completion": row["completion"]} for row in rows]
-        )
+    lab.write_rows(answers, texts, sampled)
     runs = {}
     for seed in lab.seeds:
         for name, run in on_policy_runs(lab, student, teacher, answers, seed):
@@ -268,18 +279,18 @@ def on_policy_runs(lab: Lab, student: Path, teacher: Path, answers: Path, seed: 
     yield "OPD", opd
     constant = ("train.learning_rate=5e-5", "train.lr_scheduler_type=constant_with_warmup", "train.warmup_steps=4")
 
-    def rows(count: int) -> str:
-        return f"data.train={{path: {answers}, limit: {lab.limit(count)}}}"
-
-    sft = lab.train("sums_sft", f"sums_sft_{seed}", *common, *constant, rows(TAUGHT))
+    count = train_rows("sums_opd")
+    rows = f"data.train={{path: {answers}, limit: {lab.limit(count)}}}"
+    sft = lab.train("sums_sft", f"sums_sft_{seed}", *common, *constant, rows)
     yield "SFT on the teacher's answers", sft
-    count = round(TAUGHT * lab.seconds(opd) / lab.seconds(sft))
-    longer = lab.train("sums_sft", f"sums_sft_longer_{seed}", *common, *constant, rows(count))
-    yield "SFT, the seconds of OPD", longer
-    yield "KD on the teacher's answers", lab.train("sums_kd", f"sums_kd_{seed}", *common, from_teacher, rows(TAUGHT))
+    # on all answers, which are twice as many, and on some of them twice if OPD takes longer
+    steps = round(history(sft)[-1]["step"] * training_seconds(opd) / training_seconds(sft))
+    longer = (f"data.train.path={answers}", "data.train.limit=null", f"train.max_steps={steps}")
+    yield "SFT, the seconds of OPD", lab.train("sums_sft", f"sums_sft_longer_{seed}", *common, *constant, *longer)
+    yield "KD on the teacher's answers", lab.train("sums_kd", f"sums_kd_{seed}", *common, from_teacher, rows)
     if seed == lab.seeds[0]:
         # 4 prompts with 4 answers each in a step: 16 answers, as in the other runs
-        several = [f"data.train.limit={lab.limit(TAUGHT // 4)}", "train.loss_type=policy_gradient"]
+        several = [f"data.train.limit={lab.limit(count // 4)}", "train.loss_type=policy_gradient"]
         several += ["train.num_generations=4", "train.per_device_train_batch_size=4"]
         options = (*common, from_teacher, *several)
         yield "OPD by policy gradient", lab.train("sums_opd", f"sums_gradient_{seed}", *options)
@@ -329,22 +340,14 @@ def sampled_pairs(lab: Lab, student: Path) -> tuple[Path, Path]:
     """Return files with pairs of right and wrong answers of the student, to train on and held-out ones."""
     pairs = []
     for name in ("sums_judge", "sums_judge_heldout"):
-        options = ["--n", 4, "--max_completion_length", SUM_TOKENS, "--limit", lab.limit(512, fast=64)]
         prompts = ["--prompts", DATA / f"{name}.jsonl", "--apply_chat_template"]
+        prompts += ["--limit", 64] if lab.fast else []
+        options = ["--n", 4, "--max_completion_length", SUM_TOKENS]
         answers = lab.write("sample", student, *prompts, *options, out=lab.home / f"{name}_answers.jsonl")
-        known = lab.home / f"{name}_known.jsonl"
-        if not known.exists():
-            rows = [row for row in read_rows(answers) if row["stopped"]]
-            write_rows(known, [row | {"reference": right_sum(row["messages"])} for row in rows])
-        judged = lab.write("judge", known, "--by", "exact_match", out=lab.home / f"{name}_judged.jsonl")
+        judged = lab.write("judge", answers, "--by", "exact_match", out=lab.home / f"{name}_judged.jsonl")
         options = ["--method", "rm", "--take", "all"]
         pairs.append(lab.write("pair", judged, *options, out=lab.home / f"{name}_pairs.jsonl"))
     return pairs[0], pairs[1]
-
-
-def right_sum(messages: Sequence[Row]) -> str:
-    """Return the answer to an addition, the last of some messages."""
-    return f"#### {sum(map(int, messages[-1]['content'].rstrip('=').split('+')))}"
 
 
 EXPERIMENTS: dict[str, Callable[[Lab], None]] = {

@@ -2,18 +2,21 @@
 
 import json
 import math
+import re
 import shutil
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hf_posttrain.commands.resumable_jsonl import write_rows
 from hf_posttrain.recipe.read import load_recipe
-from hf_posttrain.trainer.output_dir import write_json
+from hf_posttrain.trainer.output_dir import lock_file, write_json
 
 HERE = Path("recipes/real")
 FAST = [
@@ -28,6 +31,7 @@ SHARES = {
     "well-formed answers",
     "answers that end",
     "held-out pairs",
+    "held-out pairs before training",
     "held-out answers",
     "changed answers",
     "recovered",
@@ -46,7 +50,7 @@ class Lab:
         home: The folder.
         seeds: Seeds of the experiment.
         fast: Whether runs have two steps.
-        bf16: Whether models are trained in bf16. Evaluations are in the type of the weights, float32.
+        bf16: Whether runs train and evaluate in bf16. `evaluate` uses the type of the saved weights, float32.
     """
 
     home: Path
@@ -54,17 +58,25 @@ class Lab:
     fast: bool = False
     bf16: bool = False
 
-    def train(self, recipe: str, name: str, *overrides: str, full: bool = False) -> Path:
-        """Return the folder of a run of a recipe with some overrides, all of whose steps are run if it is `full`."""
+    def train(self, recipe: str, name: str, *overrides: str, full: bool = False, bf16: bool | None = None) -> Path:
+        """Return the folder of a run of a recipe.
+
+        Args:
+            recipe: Name of a recipe of this folder.
+            name: Name of the run's folder.
+            overrides: Values that override those of the recipe.
+            full: Whether all steps are run in a fast lab too.
+            bf16: Whether the run is in bf16 (default: that of the lab).
+        """
         file = HERE / f"{recipe}.yaml"
         options = [*overrides, f"train.output_dir={self.home / name}"]
         if self.fast and not full:
             options += FAST
             lengths = {"max_completion_length", "eval_max_completion_length"} & {*load_recipe(file).train}
             options += [f"train.{length}=8" for length in sorted(lengths)]
-        options.append(f"train.bf16={str(self.bf16).lower()}")
+        options.append(f"train.bf16={str(self.bf16 if bf16 is None else bf16).lower()}")
         words = ["-m", "hf_posttrain.run", file, *options]
-        self.make(self.home / name, *words, recipe=file.read_text(encoding="utf-8"), logged=True)
+        self.make(self.home / name, *words, recipe=load_recipe(file).to_dict(), logged=True)
         return self.home / name
 
     def train_trl(self, name: str, seed: int) -> Path:
@@ -90,37 +102,65 @@ class Lab:
     def draw(self, name: str, runs: Iterable[Path], metric: str) -> None:
         """Write the curves of a metric in some runs to NAME.svg."""
         chart = self.home / f"{name}.svg"
-        self.make(chart, "-m", "hf_posttrain.run", "compare", *runs, "--metrics", metric, "--output", chart)
+        chart.unlink(missing_ok=True)
+        self.python("-m", "hf_posttrain.run", "compare", *runs, "--metrics", metric, "--output", chart)
 
-    def make(self, out: Path, *words: object, recipe: str = "", logged: bool = False) -> str:
-        """Make a file or folder by running Python, unless it is complete, and return the output of the process.
+    def write_rows(self, out: Path, rows: Iterable[Row], source: Path) -> None:
+        """Write rows that were read from another file of the lab. They are made again whenever that file is."""
+        out.unlink(missing_ok=True)
+        write_rows(out, rows)
+        shutil.copyfile(self.record(source), self.record(out))
+
+    def make(self, out: Path, *words: object, recipe: Row | None = None, logged: bool = False) -> str:
+        """Make a file or folder by running Python, and return the output of the process.
+
+        If it is complete, and none of the files and folders of the lab that `words` name was made since, nothing is
+        run and the earlier output is returned. Another process that makes the same is waited for.
 
         Args:
             out: The file or folder. If it is incomplete, it is removed first.
             words: Arguments of Python.
-            recipe: Text of the recipe that is run.
+            recipe: The recipe that is run.
             logged: Whether the output goes to the log instead.
 
         Raises:
             SystemExit: If the process fails, or if `out` was made with other words or another recipe.
         """
         record = self.record(out)
-        settings = {"words": [*map(str, words)], "recipe": recipe}
-        if record.is_file() and out.exists():
-            known = json.loads(record.read_text(encoding="utf-8"))
-            if any(known[name] != value for name, value in settings.items()):
-                raise SystemExit(f"error: {out} was made with other settings. Choose another folder with --output")
-            return str(known["output"])
-        if out.is_dir():
-            shutil.rmtree(out)
-        else:
-            out.unlink(missing_ok=True)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        began = time.perf_counter()
-        output = self.python(*words, logged=logged)
-        seconds = round(time.perf_counter() - began, 1)
-        write_json(record, settings | {"seconds": seconds, "output": output})
+        record.parent.mkdir(parents=True, exist_ok=True)
+        with only_one(record.with_suffix(".lock")):
+            texts = [*map(str, words)]
+            settings = {"words": texts, "recipe": json.loads(json.dumps(recipe))}
+            inputs = self.inputs(out, texts)
+            if record.is_file() and out.exists():
+                known = json.loads(record.read_text(encoding="utf-8"))
+                if any(known[name] != value for name, value in settings.items()):
+                    raise SystemExit(
+                        f"error: {out} was made with other settings. Delete it, or choose another folder with --output"
+                    )
+                if known["inputs"] == inputs:
+                    return str(known["output"])
+            record.unlink(missing_ok=True)
+            if out.is_dir():
+                shutil.rmtree(out)
+            else:
+                out.unlink(missing_ok=True)
+            out.parent.mkdir(parents=True, exist_ok=True)
+            began = time.time()
+            output = self.python(*words, logged=logged)
+            made = {"made": began, "seconds": round(time.time() - began, 1), "output": output}
+            write_json(record, settings | {"inputs": inputs} | made)
         return output
+
+    def inputs(self, out: Path, words: Sequence[str]) -> dict[str, float]:
+        """Return the files and folders of the lab, other than `out`, that some words name -> when they were made."""
+        names = set(re.findall(re.escape(str(self.home)) + r"/([\w.-]+)", " ".join(words))) - {out.name}
+        records = {name: self.record(self.home / name) for name in sorted(names)}
+        return {
+            name: json.loads(record.read_text(encoding="utf-8"))["made"]
+            for name, record in records.items()
+            if record.is_file()
+        }
 
     def record(self, out: Path) -> Path:
         """Return the file that records how a file or folder was made. It exists if `out` is complete."""
@@ -141,14 +181,16 @@ class Lab:
             raise SystemExit(f"error: exit code {done.returncode}; see {self.home / 'log.txt'}")
         return done.stdout or ""
 
-    def seconds(self, run: Path) -> float:
-        """Return the seconds of a run's process without evaluations. They include scores of a teacher for a cache."""
-        total: float = json.loads(self.record(run).read_text(encoding="utf-8"))["seconds"]
-        return total - sum(log.get("eval_runtime", 0.0) for log in history(run))
-
     def minutes(self, *runs: Path) -> dict[str, float]:
-        """Return the column with the minutes of a run, or of the runs that lead to a model, without evaluations."""
-        return {"minutes": sum(map(self.seconds, runs)) / 60}
+        """Return the columns with the minutes of a run, or of the runs that lead to a model, without evaluations.
+
+        "minutes" are those of the processes, with the start of Python, a report, and scores of a teacher for a cache.
+        """
+        seconds = 0.0
+        for run in runs:
+            seconds += json.loads(self.record(run).read_text(encoding="utf-8"))["seconds"]
+            seconds -= sum(log.get("eval_runtime", 0.0) for log in history(run))
+        return {"minutes": seconds / 60, "minutes of training": sum(map(training_seconds, runs)) / 60}
 
     def limit(self, rows: int, fast: int = 8) -> int:
         """Return a number of rows, which is at most `fast` in a fast run."""
@@ -195,6 +237,29 @@ def cell(column: str, values: Sequence[float]) -> str:
     if len(values) == 1:
         return mean
     return f"{mean} ± {shown.format(statistics.stdev(values) / math.sqrt(len(values)))}"
+
+
+def training_seconds(run: Path) -> float:
+    """Return the seconds of a run's training loop without evaluations."""
+    seconds = 0.0
+    for log in history(run):
+        seconds -= log.get("eval_runtime", 0.0)
+        if "train_runtime" in log:  # includes the evaluations before it, and not that of the final model
+            return seconds + float(log["train_runtime"])
+    raise SystemExit(f"error: {run} has not been trained to the end")
+
+
+@contextmanager
+def only_one(file: Path) -> Iterator[None]:
+    """Lock a file, as soon as no other process has locked it."""
+    with file.open("a", encoding="utf-8") as lock:
+        while True:
+            try:
+                lock_file(lock)
+                break
+            except BlockingIOError:
+                time.sleep(1)
+        yield
 
 
 def history(run: Path) -> list[Row]:

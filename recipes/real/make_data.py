@@ -49,8 +49,12 @@ def main() -> int:
 def source(folder: Path | None, name: str) -> list[Row]:
     """Return the rows of a file of GSM8K, which is downloaded unless a folder is given."""
     if folder is None:
-        with urllib.request.urlopen(URL + name) as response:
-            text = response.read().decode("utf-8")
+        try:
+            with urllib.request.urlopen(URL + name) as response:
+                text = response.read().decode("utf-8")
+        except OSError as error:
+            problem = f"error: {URL}{name} cannot be downloaded ({error})"
+            raise SystemExit(f"{problem}. Pass the folder of a copy: --gsm8k FOLDER (make: GSM8K=FOLDER)") from error
     else:
         text = (folder / name).read_text(encoding="utf-8")
     return [json.loads(line) for line in text.splitlines()]

