@@ -156,7 +156,7 @@ docs: $(STAMP) ## the tables of options in docs/, written from the source
 fields: $(STAMP) ## recipe/fields.json and recipes/schema.json: keys, types and defaults, for recipes and editors
 	$(BIN)/python docs/fields.py
 
-bench: $(BENCH_STAMP) ## speed and memory against TRL, on CPU (wants ../shared/data/gsm8k, or BENCH="--data FILE")
+bench: $(BENCH_STAMP) ## speed and memory against TRL, on CPU (BENCH="--data FILE" for the rows)
 	$(BIN)/python -m benchmarks.run $(BENCH)
 
 gpu-rehearsal: $(GPU_STAMP) ## the GPU benchmarks on CPU, in an environment like the GPU machine's (3 GB of downloads)

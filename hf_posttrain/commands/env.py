@@ -22,8 +22,8 @@ VARIABLES = (
     *("TRACKIO_", "WANDB_"),
 )
 """Beginnings of the names of environment variables that are printed."""
-SECRETS = ("TOKEN", "KEY", "PASSWORD", "SECRET")
-"""Ends of the names of variables whose values are not printed."""
+SECRETS = {"TOKEN", "KEY", "PASSWORD", "SECRET", "WEBHOOK"}
+"""Words in the names of variables whose values are not printed."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(
         prog="hf-posttrain env",
         description="Print versions, devices and settings, for the report of a bug.",
-        epilog="Values of variables such as HF_TOKEN are not printed.",
+        epilog="Values of variables such as HF_TOKEN, and URLs with a user or a query, are not printed.",
     )
     parser.parse_args(argv)
     facts = [*_system(), *_packages(), *_devices(), *_settings()]
@@ -80,7 +80,8 @@ def _settings() -> Iterator[tuple[str, str]]:
     """Yield the environment variables that change a run, and the file of `accelerate config` if there is one."""
     for name, value in sorted(os.environ.items()):
         if name.startswith(VARIABLES):
-            yield name, "(set)" if name.endswith(SECRETS) else value
+            has_secret = "://" in value and any(sign in value for sign in "@?")  # a user, or a query with a token
+            yield name, "(set)" if has_secret or SECRETS & {*name.split("_")} else value
     from accelerate.commands.config.config_args import default_config_file
 
     if Path(default_config_file).is_file():

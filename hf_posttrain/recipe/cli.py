@@ -29,6 +29,7 @@ _EPILOG = """commands:
   hf-posttrain merge ADAPTER     merge an adapter into its base and save a plain model
   hf-posttrain prune MODEL       remove layers from a model, for a smaller student
   hf-posttrain compare RUN RUN   compare several runs (their output_dir) on one page
+  hf-posttrain card ROWS         write a dataset card for rows of sample, judge, pair or rounds
   hf-posttrain docs TOPIC        print a page of the documentation
   hf-posttrain env               print versions, devices and settings, for the report of a bug
 

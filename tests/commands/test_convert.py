@@ -79,18 +79,36 @@ QUARTERS = {"save_strategy": "steps", "save_steps": 0.25}
         ({"warmup_ratio": 0.1, "warmup_steps": 0}, {"warmup_steps": 0.1}),
         ({"warmup_ratio": 0.1, "warmup_steps": 7}, {"warmup_steps": 7}),
         ({"warmup_steps": 0}, {"warmup_steps": 0}),
+        (
+            {"saves_per_epoch": 1, "num_epochs": "2"},
+            {"save_strategy": "steps", "save_steps": 0.5, "num_train_epochs": 2.0},
+        ),
+        ({"save_steps": 50, "save_total_limit": 2}, {"save_steps": 50, "save_total_limit": 2}),
+        ({"save_strategy": "no"}, {"save_strategy": "no"}),
         ({"wandb_project": "p", "wandb_name": "n", "wandb_run_id": "i"}, {"report_to": "wandb", "run_name": "n"}),
+        ({"wandb_project": "", "wandb_name": ""}, {}),
+        ({"use_tensorboard": True, "use_mlflow": True}, {"report_to": ["mlflow", "tensorboard"]}),
+        ({"hub_model_id": "me/m"}, {"hub_model_id": "me/m", "push_to_hub": True, "hub_private_repo": True}),
     ],
 )
 def test_schedule_and_tracker_of_axolotl(settings, train, tmp_path):
     defaults = {
-        "num_train_epochs": 1.0,
-        "per_device_train_batch_size": 1,
-        "max_length": 512,
-        "lr_scheduler_type": "cosine",
-        "warmup_steps": 0.03,
-    }
+        "num_train_epochs": 1.0, "per_device_train_batch_size": 1, "max_length": 512, "lr_scheduler_type": "cosine",
+        "warmup_steps": 0.03, "save_strategy": "epoch", "save_total_limit": 4,
+    }  # fmt: skip
+    if "save_steps" in settings:
+        del defaults["save_strategy"]  # that of the recipe is steps
     assert convert_axolotl(tmp_path, **settings)[0]["train"] == defaults | train
+
+
+def test_evaluation_of_axolotl(tmp_path):
+    settings = {"evals_per_epoch": 2, "test_datasets": [{"path": "heldout.jsonl"}]}
+    train = convert_axolotl(tmp_path, **settings)[0]["train"]
+    assert train.items() >= {"eval_strategy": "steps", "eval_steps": 0.5, "eval_on_start": True}.items()
+    assert "evals_per_epoch" in convert_axolotl(tmp_path, evals_per_epoch=2)[1]
+    _, notes, ignored = convert_axolotl(tmp_path, eval_strategy="no", val_set_size=0.0)
+    assert not notes
+    assert "eval_strategy" in ignored
 
 
 def test_simpo_of_axolotl_is_that_of_its_trainer(tmp_path):
@@ -108,6 +126,12 @@ ADAPTERS = [
     ("llama_factory", {}, {"r": 8, "alpha": 16, "target_modules": "all-linear"}, None),
     ("llama_factory", {"lora_rank": 4, "lora_alpha": 3}, {"r": 4, "alpha": 3, "target_modules": "all-linear"}, None),
     ("llama_factory", {"adapter_name_or_path": "a", "lora_rank": 4}, None, "a"),
+    (
+        "llama_factory",
+        {"lora_target": ["q_proj", "v_proj"], "additional_target": "embed_tokens,lm_head"},
+        {"r": 8, "alpha": 16, "target_modules": ["q_proj", "v_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
+        None,
+    ),
     ("trl", {"use_dora": False, "lora_target_modules": ["q_proj"]}, None, None),
     ("trl", {"use_peft": True}, {"r": 16, "alpha": 32, "dropout": 0.05}, None),
     (
@@ -134,7 +158,8 @@ def test_adapters_have_the_options_that_the_tool_trains_with(tool, settings, lor
     if lora is None:
         assert ignored.keys() >= options - {"lora_model_dir"}
     assert ("lora_target_modules" in notes) == (
-        settings.get("use_peft") is True and "lora_target_modules" not in settings
+        (settings.get("use_peft") is True or settings.get("adapter") == "lora")
+        and not settings.keys() & {"lora_target_modules", "lora_model_dir"}
     )
 
 
@@ -155,6 +180,53 @@ def test_sources_of_axolotl(entry, train, note, tmp_path):
     assert recipe["train"].get("assistant_only_loss") == train
     assert [*notes] == ([f"datasets.{note}"] if note else [])
     assert recipe["data"]["train"]["path"] == ("a.jsonl" if entry["path"] == "json" else "org/x")
+
+
+def test_sources_of_axolotl_that_disagree(tmp_path):
+    """In either order, all turns are trained, and a note names each source that asks for something else."""
+    chat = {"type": "chat_template"}
+    assistant, everyone = {"path": "a", **chat}, {"path": "b", "roles_to_train": ["user", "assistant"], **chat}
+    for first, second in ((assistant, everyone), (everyone, assistant)):
+        recipe, notes, _ = convert_axolotl(tmp_path, datasets=[first, second])
+        assert "assistant_only_loss" not in recipe["train"]
+        position = [first, second].index(everyone)
+        assert notes.keys() == {f"datasets[{position}].roles_to_train", f"datasets[{1 - position}]"}
+    rows = {"path": "c"}  # no conversations
+    assert convert_axolotl(tmp_path, datasets=[assistant, rows])[0]["train"]["assistant_only_loss"] is True
+
+
+def test_each_source_of_axolotl_has_its_own_notes(tmp_path):
+    entries = [{"path": "a", "type": "alpaca"}, {"path": "b", "type": "gpteacher", "shards": 2}]
+    _, notes, _ = convert_axolotl(tmp_path, datasets=entries)
+    assert [*notes] == ["datasets[0].type", "datasets[1].type", "datasets[1].shards"]
+
+
+@pytest.mark.parametrize(
+    ("form", "columns"),
+    [
+        ("chatml.intel", {"prompt": "question"}),
+        ("llama3.argilla", {"prompt": "instruction", "chosen": "chosen_response", "rejected": "rejected_response"}),
+        ("llama3.prompt_pairs", None),
+    ],
+)
+def test_preference_formats_of_axolotl(form, columns, tmp_path):
+    recipe, notes, _ = convert_axolotl(tmp_path, rl="dpo", datasets=[{"path": "pairs", "type": form}])
+    assert recipe["train"]["apply_chat_template"] is True
+    assert recipe["data"]["train"].get("columns") == columns
+    assert not notes
+
+
+def test_pretraining_data_of_axolotl(tmp_path):
+    entry = {"path": "org/web", "name": "en", "type": "pretrain", "text_column": "content", "skip": 5}
+    recipe, notes, _ = convert_settings(tmp_path, base_model="m", pretraining_dataset=entry, max_steps=10)
+    source = {"path": "org/web", "name": "en", "columns": {"text": "content"}, "streaming": True}
+    assert recipe["data"]["train"] == source
+    assert [*notes] == ["pretraining_dataset.skip"]
+
+
+def test_plugins_of_axolotl(tmp_path):
+    assert "plugins" in convert_axolotl(tmp_path, plugins=["axolotl.integrations.kd.KDPlugin"])[1]
+    assert "plugins" in convert_axolotl(tmp_path, plugins=["axolotl.integrations.liger.LigerPlugin"])[2]
 
 
 @pytest.mark.parametrize(
@@ -183,6 +255,39 @@ def test_sources_of_llama_factory(entry, settings, source, note, tmp_path):
     assert bool(notes) == bool(note)
 
 
+@pytest.mark.parametrize(
+    ("entry", "settings", "applied"),
+    [
+        ({"file_name": "x.json"}, {"template": "qwen3"}, True),
+        ({"file_name": "x.json"}, {"template": "qwen3", "stage": "dpo"}, True),
+        ({"file_name": "x.json"}, {}, True),
+        ({"file_name": "x.json"}, {"template": "default"}, True),
+        ({"file_name": "x.json"}, {"template": "empty"}, None),
+        ({"file_name": "x.json"}, {"template": "qwen3", "stage": "pt"}, None),
+        ({"file_name": "x.json", "formatting": "sharegpt"}, {"template": "qwen3"}, None),
+    ],
+)
+def test_prompts_of_llama_factory_get_the_chat_template(entry, settings, applied, tmp_path):
+    recipe, notes, _ = convert_llama_factory(tmp_path, entry, **settings)
+    assert recipe["train"].get("apply_chat_template") == applied
+    assert recipe["train"].get("packing") == (True if settings.get("stage") == "pt" else None)
+    assert ("template" in notes) == (settings.get("template") == "default")
+
+
+def test_options_of_the_rows_of_llama_factory(tmp_path):
+    settings = {"dataset": "rows", "eval_dataset": "rows", "max_samples": 9}
+    recipe, _, _ = convert_llama_factory(tmp_path, **settings)
+    assert [recipe["data"][name]["limit"] for name in ("train", "eval")] == [9, 9]
+    entry = {"file_name": "x.json", "columns": {"images": "pictures", "videos": "clips"}}
+    recipe, notes, _ = convert_llama_factory(tmp_path, entry)
+    assert recipe["model"]["images"] is True
+    assert recipe["data"]["train"]["columns"] == {"images": "pictures"}
+    assert [*notes] == ["dataset rows.columns.videos"]
+    recipe, notes, _ = convert_llama_factory(tmp_path, adapter_name_or_path="a, b")
+    assert recipe["model"]["adapter"] == "a"
+    assert [*notes] == ["adapter_name_or_path"]
+
+
 def test_rows_of_llama_factory_that_train_on_prompts(tmp_path):
     entry = {"file_name": "x.json", "formatting": "sharegpt"}
     assert convert_llama_factory(tmp_path, entry)[0]["train"]["assistant_only_loss"] is True
@@ -199,9 +304,61 @@ def test_rows_of_llama_factory_that_train_on_prompts(tmp_path):
 )
 def test_divergence_of_trl(beta, train, tmp_path):
     settings = {"model_name_or_path": "m", "dataset_name": "d", "teacher_model_name_or_path": "t", "beta": beta}
-    assert convert_settings(tmp_path, "opd", **settings)[0]["train"] == train
+    recipe, notes, _ = convert_settings(tmp_path, "opd", **settings)
+    assert recipe["train"] == train
+    assert [*notes] == ["lmbda, temperature, max_new_tokens"]  # defaults of TRL that differ
     name = train.pop("loss_type")
     assert convert_settings(tmp_path, "kd", **settings)[0]["train"] == train | {"divergence": name}
+
+
+def test_names_of_trl_that_are_renamed(tmp_path):
+    settings = {"model_name_or_path": "m", "dataset_name": "d", "max_seq_length": 2048, "chat_template_path": "t.jinja"}
+    recipe, notes, ignored = convert_settings(tmp_path, "dpo", **settings, rpo_alpha=0.5, padding_free=True)
+    assert recipe["model"] == {"name_or_path": "m", "chat_template": "t.jinja", "dtype": "float32"}
+    assert recipe["train"] == {"max_length": 2048, "nll_coef": 0.5}
+    assert not notes
+    assert [*ignored] == ["padding_free"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "sampler"),
+    [
+        (
+            {"use_vllm": True, "vllm_gpu_memory_utilization": 0.4},
+            {"kind": "vllm_colocate", "gpu_memory_utilization": 0.4},
+        ),
+        ({"use_vllm": True, "vllm_mode": "server"}, {"kind": "vllm_server"}),
+        ({"use_vllm": False, "vllm_mode": "server"}, None),
+    ],
+)  # fmt: skip
+def test_vllm_of_trl(settings, sampler, tmp_path):
+    settings |= {"model_name_or_path": "m", "dataset_name": "d", "teacher_model_name_or_path": "t"}
+    recipe, notes, _ = convert_settings(tmp_path, "opd", **settings)
+    assert recipe["train"].get("sampler") == sampler
+    assert not [key for key in notes if "vllm" in key]
+
+
+WRONG = [3, "text", ["text"], [3], {"a": 1}, [{"a": 1}], True]
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_values_of_a_wrong_type_are_converted_or_rejected(file, tmp_path):
+    """Each value of an example, and of its data sets, is replaced by values of other types."""
+    settings = yaml.safe_load(file.read_text(encoding="utf-8"))
+    keys = [*settings, "warmup_ratio", "saves_per_epoch", "pretraining_dataset"]
+    changed = [settings | {key: value} for key in keys for value in WRONG]
+    for key, entries in settings.items():
+        if isinstance(entries, list) and isinstance(entries[0], dict):
+            names = [*entries[0], "data_files", "roles_to_train", "type"]
+            changed += [settings | {key: [entries[0] | {name: value}]} for name in names for value in WRONG]
+    errors = []
+    for each in changed:
+        try:
+            convert_settings(tmp_path, METHOD.get(file.stem), **each)
+        except InputError as error:
+            errors.append(str(error))
+    assert 0 < len(errors) < len(changed)
+    assert all(error.startswith("--from: ") for error in errors)
 
 
 def test_rows_to_evaluate_on_of_trl(tmp_path):

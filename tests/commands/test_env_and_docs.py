@@ -16,6 +16,11 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 def test_versions_devices_and_settings_are_printed(capsys, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setenv("TRACKIO_SERVER_URL", "http://host:7860/?write_token=secret")
+    monkeypatch.setenv("TRACKIO_WEBHOOK_URL", "https://hooks.example/secret")
+    monkeypatch.setenv("WANDB_API_KEY_FILE", "secret")
+    monkeypatch.setenv("HF_ENDPOINT", "https://me:secret@mirror.example")
+    monkeypatch.setenv("HF_MIRROR", "https://mirror.example")
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     monkeypatch.setattr(env, "TESTED", {"torch": version("torch").partition("+")[0], "transformers": "5.1.0"})
     assert run.main(["env"]) == 0
@@ -25,10 +30,23 @@ def test_versions_devices_and_settings_are_printed(capsys, monkeypatch):
     assert facts["torch"] == version("torch")
     assert facts["transformers"] == f"{version('transformers')} (tested with 5.1.0)"
     assert facts["OMP_NUM_THREADS"] == "3"
-    assert facts["HF_TOKEN"] == "(set)"
+    assert facts["HF_MIRROR"] == "https://mirror.example"
+    for name in ("HF_TOKEN", "TRACKIO_SERVER_URL", "TRACKIO_WEBHOOK_URL", "WANDB_API_KEY_FILE", "HF_ENDPOINT"):
+        assert facts[name] == "(set)"
     assert "secret" not in page
     assert facts["trl"] == (version("trl") if find_spec("trl") else "not installed")
     assert any(name.startswith("GPU") for name in facts)
+
+
+def test_the_help_and_the_page_name_every_command(capsys):
+    with pytest.raises(SystemExit):
+        run.main(["--help"])
+    listed = re.findall(r"^  hf-posttrain ([a-z]+) +", capsys.readouterr().out, re.MULTILINE)
+    page = (DOCS / "reference/commands.md").read_text(encoding="utf-8")
+    table = re.findall(r"^\|.*\| [a-z]", page.partition("## `recipes`")[0], re.MULTILINE)
+    documented = re.findall(r"`([a-z]+)[ `]", " ".join(table))
+    assert {*listed} == run.COMMANDS.keys()
+    assert {*documented} >= run.COMMANDS.keys()
 
 
 def test_every_page_is_listed_with_its_title_and_printed(capsys):

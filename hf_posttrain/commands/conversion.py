@@ -1,0 +1,199 @@
+"""The conversion of one file of another tool to a recipe, and the parts that several tools have in common."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NotRequired, TypedDict
+
+from ..errors import InputError, short_repr
+from ..recipe.fields import train_fields
+
+Tree = dict[str, Any]
+NO_COUNTERPART = "no counterpart"
+_BUILDERS = ("json", "csv", "parquet")
+"""Paths of `datasets.load_dataset` that only name the format of `data_files`."""
+
+
+class MethodKey(TypedDict):
+    """The key that names the method in the files of a tool."""
+
+    key: str
+    default: str
+    values: dict[str, Tree]
+
+
+class AdapterKey(TypedDict):
+    """The key that says whether an adapter is trained, and its values that say so."""
+
+    key: str
+    default: NotRequired[str]
+    values: list[str | bool]
+
+
+class Tool(TypedDict):
+    """A tool, as foreign_keys.yaml describes it."""
+
+    title: str
+    recognized_by: list[str]
+    method: NotRequired[MethodKey]
+    adapter: AdapterKey
+    defaults: Tree
+    adapter_defaults: Tree
+    keys: dict[str, str]
+    values: dict[str, dict[str | bool | int, Tree]]
+    ignored: dict[str, str]
+    replaced: dict[str, str]
+
+
+@dataclass
+class Conversion:
+    """A recipe in the making."""
+
+    tool: Tool
+    file: Path
+    """The file that is converted."""
+    settings: Tree
+    """Keys of the file that are not converted yet."""
+    recipe: Tree = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
+    """Key that is not converted -> what to do."""
+    ignored: dict[str, str] = field(default_factory=dict)
+    """Key that is not needed -> the reason."""
+
+    def error(self, key: str, problem: str) -> InputError:
+        """Return the error about the value of a key."""
+        return InputError(f"--from: {self.file}: {key} {problem}")
+
+    def take(self, key: str, default: Any = None) -> Any:
+        """Remove a key, and return its value. A null counts as missing."""
+        value = self.settings.pop(key, None)
+        return default if value is None else value
+
+    def take_number(self, key: str) -> float | None:
+        """Remove a key whose value is a number, and return it, or None for a missing key."""
+        value = self.take(key)
+        if value is None:
+            return None
+        try:
+            return float(value)
+        except (TypeError, ValueError):
+            raise self.error(key, f"must be a number, not {short_repr(value)}") from None
+
+    def take_names(self, key: str) -> list[str]:
+        """Remove a key whose value is a list of names, or one text with commas between them, and return the names."""
+        value = self.take(key, [])
+        names = value.split(",") if isinstance(value, str) else value
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise self.error(key, f"must be names, not {short_repr(value)}")
+        return [name.strip() for name in names if name.strip()]
+
+    def take_entries(self, key: str) -> dict[str, Tree]:
+        """Remove a key with data sets, and return {name of an entry in messages: its keys}. A text is a path."""
+        value = self.take(key, [])
+        entries = value if isinstance(value, list) else [value]
+        result = {}
+        for number, entry in enumerate(entries):
+            name = f"{key}[{number}]" if len(entries) > 1 else key
+            if not isinstance(entry, str | dict):
+                raise self.error(name, f"must be a path or a mapping, not {short_repr(entry)}")
+            result[name] = {"path": entry} if isinstance(entry, str) else dict(entry)
+        return result
+
+    def set(self, key: str, value: Any) -> None:
+        """Set a dotted key of the recipe. A key of a source is set in all sources of a list."""
+        *sections, name = key.split(".")
+        section: Any = self.recipe
+        for part in sections:
+            section = section.setdefault(part, {})
+        for mapping in section if isinstance(section, list) else [section]:
+            mapping[name] = value
+
+    def set_sources(self, name: str, sources: list[Tree]) -> None:
+        """Set `data.train` or `data.eval`."""
+        if sources:
+            self.set(f"data.{name}", sources[0] if len(sources) == 1 else sources)
+
+    def has_option(self, key: str) -> bool:
+        """Return whether a key of the recipe exists: any outside of `train`, and the options of the method in it."""
+        section, _, name = key.partition(".")
+        return section != "train" or name.partition(".")[0] in train_fields(self.recipe["method"])
+
+    def set_assistant_only_loss(self, choices: Mapping[str, bool | None]) -> None:
+        """Train the turns of the assistant alone, if the method reads conversations and all sources ask for it.
+
+        Args:
+            choices: {name of a source in messages: whether the assistant's turns alone are trained}. The value is None
+                for sources whose rows are not conversations.
+        """
+        if not self.has_option("train.assistant_only_loss"):
+            return
+        decided = {choice for choice in choices.values() if choice is not None}
+        if decided == {True}:
+            self.set("train.assistant_only_loss", True)
+        for name in [name for name, choice in choices.items() if len(decided) > 1 and choice]:
+            self.notes[name] = "all turns are trained, as those of another source. Train with one of them at a time"
+
+    def take_new_adapter(self) -> bool:
+        """Add the section of a new adapter, with the defaults of the tool, and return whether there is one.
+
+        The options of an adapter are removed if none is trained, or if it is continued and has its own.
+        """
+        tool, settings = self.tool, self.settings
+        wanted = tool["adapter"]
+        has_adapter = settings.get(wanted["key"], wanted.get("default")) in wanted["values"]
+        continued = next((key for key in settings if tool["keys"].get(key) == "model.adapter"), None)
+        if continued or not has_adapter:
+            reason = f"the adapter of {continued} has its own" if continued else "no adapter is trained"
+            for key in [key for key in settings if _is_option_of_adapter(tool, key)]:
+                self.ignored[key] = reason
+                self.take(key)
+            return False
+        self.recipe["model"]["lora"] = {}
+        for key, value in tool["adapter_defaults"].items():
+            settings.setdefault(key, value)
+        return True
+
+    def set_target_modules(self) -> None:
+        """Set the layers of a new adapter from `lora_target_modules`."""
+        modules = self.take("lora_target_modules")
+        if modules in (["all"], ["all-linear"]):
+            modules = "all-linear"
+        if modules is not None:
+            self.set("model.lora.target_modules", modules)
+        elif self.settings.get("lora_target_linear") is not True:
+            problem = f"in {self.tool['title']}, PEFT chooses layers by the model. Here all linear ones are used"
+            self.notes["lora_target_modules"] = problem
+
+
+def take_source(conversion: Conversion, name: str, entry: Tree) -> Tree:
+    """Return the source of an entry with the arguments of `datasets.load_dataset`, which are removed from it.
+
+    Args:
+        conversion: The conversion, which gets notes about files that are not converted.
+        name: Name of the entry in messages.
+        entry: The entry.
+    """
+    source: Tree = {"path": entry.pop("path", None)}
+    given = entry.pop("data_files", None)
+    files = given if isinstance(given, list) else [given] if given else []
+    if not all(isinstance(file, str) for file in files):
+        raise conversion.error(f"{name}.data_files", f"must be files, not {short_repr(given)}")
+    if files and source["path"] not in _BUILDERS:
+        conversion.notes[f"{name}.data_files"] = f"all files of {source['path']} are read"
+    elif files:
+        first, *others = files
+        source["path"] = first
+        if others:
+            conversion.notes[f"{name}.data_files"] = f"only {first} was converted. Add a source for each file"
+    for key in ("name", "split"):
+        if (value := entry.pop(key, None)) is not None:
+            source[key] = value
+    return source
+
+
+def _is_option_of_adapter(tool: Tool, key: str) -> bool:
+    """Return whether a key is an option of a new adapter."""
+    ours = {tool["keys"].get(key, ""), *(new for value in tool["values"].get(key, {}).values() for new in value)}
+    if "model.adapter" in ours:
+        return False
+    return key.startswith("lora_") or any(new.startswith("model.lora.") for new in ours)

@@ -1,0 +1,160 @@
+"""Conversion of the settings of LLaMA-Factory that depend on several keys, and of its dataset_info.json."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from ..errors import InputError, short_repr
+from .conversion import NO_COUNTERPART, Conversion, Tree
+
+_INFO = "dataset_info.json"
+"""File in which LLaMA-Factory describes its data sets."""
+_TAGS = {
+    "role_tag": ("role", "from"),
+    "content_tag": ("content", "value"),
+    "user_tag": ("user", "human"),
+    "assistant_tag": ("assistant", "gpt"),
+    "system_tag": ("system",),
+    "observation_tag": ("tool", "observation"),
+    "function_tag": ("function_call",),
+}
+"""Names in the messages of LLaMA-Factory -> the values that are read here."""
+_OWN_TEMPLATES = ("alpaca", "default", "vanilla")
+"""Templates that are not those of a model."""
+
+
+def prepare(conversion: Conversion) -> None:
+    """Convert what depends on several keys of LLaMA-Factory."""
+    settings = conversion.settings
+    is_pretraining = settings.get("stage") == "pt"
+    if is_pretraining and "neat_packing" not in settings:
+        settings.setdefault("packing", True)
+    _convert_sources(conversion, is_pretraining)
+    if (limit := conversion.take("max_samples")) is not None:
+        for name in conversion.recipe["data"]:
+            conversion.set(f"data.{name}.limit", limit)
+    adapters = conversion.take_names("adapter_name_or_path")
+    if adapters:
+        settings["adapter_name_or_path"] = adapters[0]
+    if len(adapters) > 1:
+        problem = f"only {adapters[0]} was converted. Merge the others into the model first (hf-posttrain merge)"
+        conversion.notes["adapter_name_or_path"] = problem
+    if conversion.take_new_adapter():
+        _convert_adapter(conversion)
+
+
+def _convert_adapter(conversion: Conversion) -> None:
+    """Set the options of a new adapter."""
+    targets = conversion.take_names("lora_target")
+    conversion.settings["lora_target_modules"] = targets
+    conversion.set_target_modules()
+    if modules := conversion.take_names("additional_target"):
+        conversion.set("model.lora.modules_to_save", modules)
+    rank = conversion.take_number("lora_rank") or 0
+    conversion.set("model.lora.r", round(rank))
+    conversion.settings.setdefault("lora_alpha", round(2 * rank))
+
+
+def _convert_sources(conversion: Conversion, is_pretraining: bool) -> None:
+    """Set the data section from the names of data sets, and the options of the rows."""
+    folder = Path(str(conversion.take("dataset_dir", "data")))
+    # LLaMA-Factory reads from the current folder, that of its repository
+    folder = next((one for one in (folder, conversion.file.parent / folder) if (one / _INFO).is_file()), folder)
+    entries = _read_info(folder)
+    choices: dict[str, bool | None] = {}
+    for key, section in (("dataset", "train"), ("eval_dataset", "eval")):
+        names = conversion.take_names(key)
+        conversion.set_sources(section, [_source(conversion, name, folder, entries.get(name)) for name in names])
+        if section == "train":
+            choices = {f"dataset {name}": _is_chat(entries.get(name)) for name in names}
+    is_chat = {choice for choice in choices.values() if choice is not None}
+    if len(is_chat) > 1:
+        problem = "rows with messages and rows with prompts cannot be mixed. Convert one kind to the other"
+        conversion.notes["dataset"] = problem
+    elif conversion.settings.get("train_on_prompt") is not True:
+        conversion.set_assistant_only_loss(choices)
+    if False in is_chat and not is_pretraining:
+        _convert_template(conversion)
+
+
+def _read_info(folder: Path) -> dict[str, Tree]:
+    """Return the entries of dataset_info.json, of which there are none without the file."""
+    file = folder / _INFO
+    if not file.is_file():
+        return {}
+    try:
+        entries = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InputError(f"--from: {file} is not valid JSON: {error}") from error
+    if not isinstance(entries, dict) or not all(isinstance(entry, dict) for entry in entries.values()):
+        raise InputError(f"--from: {file} must be a mapping of names to mappings")
+    for name, entry in entries.items():
+        for key in ("columns", "tags"):
+            if not isinstance(entry.get(key) or {}, dict):
+                raise InputError(f"--from: {file}: {name}.{key} must be a mapping, not {short_repr(entry[key])}")
+    return entries
+
+
+def _is_chat(entry: Tree | None) -> bool | None:
+    """Return whether the rows of an entry are conversations, or None for a data set without an entry."""
+    if entry is None:
+        return None
+    columns = entry.get("columns") or {}
+    return entry.get("formatting", "alpaca") in ("sharegpt", "openai") or "messages" in columns
+
+
+def _convert_template(conversion: Conversion) -> None:
+    """Apply the template to prompts of plain text, which LLaMA-Factory does with every template but `empty`."""
+    template = conversion.settings.get("template")
+    if template == "empty":
+        return
+    if template in _OWN_TEMPLATES:
+        conversion.take("template")
+        problem = f"the template {template} is not applied"
+        conversion.notes["template"] = f"{problem}. Write it to a file, and set model.chat_template"
+    conversion.set("train.apply_chat_template", True)
+
+
+def _source(conversion: Conversion, name: str, folder: Path, entry: Tree | None) -> Tree:
+    """Return the source of a name in dataset_info.json."""
+    if entry is None:
+        problem = f"was not found in {folder / _INFO}. Set the path of its file"
+        conversion.notes[f"dataset {name}"] = f"{problem}, and apply_chat_template: true for prompts of plain text"
+        return {"path": name}
+    rest = dict(entry)
+    file = rest.pop("file_name", None)
+    path = rest.pop("hf_hub_url", None) or (str(folder / file) if file else None)
+    if path is None:
+        problem = "is neither a file nor on the Hugging Face Hub. Set the path of its file"
+        conversion.notes[f"dataset {name}"] = problem
+    source: Tree = {"path": path or name}
+    for key, ours in (("subset", "name"), ("split", "split"), ("num_samples", "limit")):
+        if value := rest.pop(key, None):
+            source[ours] = value
+    rest.pop("ranking", None)  # follows from the columns
+    rest.pop("formatting", None)
+    theirs = rest.pop("columns", None) or {}
+    if "images" in theirs:
+        conversion.set("model.images", True)
+    columns = _columns(theirs, is_chat=bool(_is_chat(entry)))
+    for kind in ("videos", "audios"):
+        if columns.pop(kind, None):
+            conversion.notes[f"dataset {name}.columns.{kind}"] = "not supported"
+    tags = rest.pop("tags", None) or {}
+    for key, supported in _TAGS.items():
+        if (tag := tags.get(key)) and tag not in supported:
+            conversion.notes[f"dataset {name}.tags.{key}"] = f"{tag} is not read. Rename it to {supported[0]}"
+    for key in rest:
+        conversion.notes[f"dataset {name}.{key}"] = NO_COUNTERPART
+    return source | ({"columns": columns} if columns else {})
+
+
+def _columns(theirs: Mapping[str, str], is_chat: bool) -> dict[str, str]:
+    """Return the columns of an entry in dataset_info.json that have other names here."""
+    names = {"prompt": "instruction", "query": "input", "response": "output", "kto_tag": "label"}
+    if "prompt" in theirs and not theirs.keys() & {"response", "chosen", "kto_tag"}:
+        names["prompt"] = "text"  # of pretraining
+    columns = {names.get(key, key): column for key, column in theirs.items() if column}
+    if is_chat and columns.get("messages") == "conversations":
+        del columns["messages"]  # both names are read
+    return {ours: column for ours, column in columns.items() if ours != column}

@@ -1,0 +1,59 @@
+"""Conversion of the settings of TRL that depend on several keys."""
+
+from ..methods import METHODS
+from .conversion import NO_COUNTERPART, Conversion, take_source
+
+_GKD_DEFAULTS = {"lmbda": 0.5, "temperature": 0.9, "beta": 0.5, "max_new_tokens": 128}
+"""Defaults of TRL's GKDConfig that differ from those here."""
+
+
+def prepare(conversion: Conversion) -> None:
+    """Convert what depends on several keys of TRL."""
+    _convert_sources(conversion)
+    if METHODS[conversion.recipe["method"]].second == "teacher":
+        _convert_distillation(conversion)
+    if conversion.has_option("train.sampler"):
+        mode = conversion.take("vllm_mode", "colocate")
+        if conversion.take("use_vllm") is True:
+            conversion.set("train.sampler.kind", f"vllm_{mode}")
+    if conversion.take_new_adapter():
+        conversion.set_target_modules()
+
+
+def _convert_sources(conversion: Conversion) -> None:
+    """Set the data section: `datasets`, or `dataset_name` with its splits."""
+    settings = conversion.settings
+    train = []
+    for name, entry in conversion.take_entries("datasets").items():
+        train.append(take_source(conversion, name, entry))
+        for key in entry:
+            conversion.notes[f"{name}.{key}"] = "set weights of the sources" if key == "fraction" else NO_COUNTERPART
+    conversion.set_sources("train", train)
+    path = settings.get("dataset_name")
+    split = conversion.take("dataset_test_split")
+    if path and settings.get("eval_strategy", "no") != "no":
+        source = {"path": path, "name": settings.get("dataset_config"), "split": split or "test"}
+        conversion.set_sources("eval", [{key: value for key, value in source.items() if value is not None}])
+    elif split and path:
+        conversion.ignored["dataset_test_split"] = "eval_strategy is not set"
+    elif split:
+        conversion.notes["dataset_test_split"] = "set data.eval to a source"
+
+
+def _convert_distillation(conversion: Conversion) -> None:
+    """Set the divergence from `beta`, whose ends are the two directions of the KL divergence, and note defaults."""
+    settings = conversion.settings
+    options = {key: conversion.tool["keys"].get(key, f"train.{key}") for key in _GKD_DEFAULTS}
+    missing = [key for key in _GKD_DEFAULTS if key not in settings and conversion.has_option(options[key])]
+    if missing:
+        values = ", ".join(f"{key} {_GKD_DEFAULTS[key]}" for key in missing)
+        problem = f"not set in the file. GKDConfig has {values}, and other trainers have other defaults"
+        conversion.notes[", ".join(missing)] = f"{problem}. Set those of your trainer"
+    ends = {0.0: "forward_kl", 1.0: "reverse_kl"}
+    beta = conversion.take_number("beta")
+    if beta is None:
+        return
+    option = "train.loss_type" if conversion.has_option("train.loss_type") else "train.divergence"
+    conversion.set(option, ends.get(beta, "jsd"))
+    if beta not in ends:
+        settings["beta"] = beta
