@@ -26,7 +26,11 @@ def test_every_recipe_of_an_experiment_loads(path):
     recipe = load_recipe(path)
     config = train_config(recipe, config_class(METHODS[recipe.method]))
     assert config.output_dir.startswith("outputs/real/")
-    assert "Experiment" in path.read_text().splitlines()[1]
+    comments = " ".join(line.removeprefix("# ") for line in path.read_text().splitlines() if line.startswith("#"))
+    assert "Experiment " in comments
+    assert re.search(r"Takes \d+ minutes? on one of 2 CPU cores", comments)
+    assert re.search(r"On a GPU, where it was not measured, expect \d+ to \d+ minutes", comments)
+    assert re.search(r"`python -m recipes\.real\.experiments [a-z_]+` runs it", comments)
 
 
 def test_rows_are_short_problems_passages_and_additions(tmp_path, monkeypatch):
