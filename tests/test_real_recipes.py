@@ -28,7 +28,7 @@ def test_every_recipe_of_an_experiment_loads(path):
     assert config.output_dir.startswith("outputs/real/")
     comments = " ".join(line.removeprefix("# ") for line in path.read_text().splitlines() if line.startswith("#"))
     assert "Experiment " in comments
-    assert re.search(r"Takes \d+ minutes? on one of 2 CPU cores", comments)
+    assert re.search(r"Takes \d+ minutes? on one of 2 CPU cores in bf16", comments)
     assert re.search(r"On a GPU, where it was not measured, expect \d+ to \d+ minutes", comments)
     assert re.search(r"`python -m recipes\.real\.experiments [a-z_]+` runs it", comments)
 
