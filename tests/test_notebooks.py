@@ -32,3 +32,11 @@ def test_a_notebook_runs_and_its_model_improves(path, tmp_path, monkeypatch):
     start = max(n for n, (step, _) in enumerate(shares) if step == "0")
     assert len(shares) > start + 1
     assert float(shares[-1][1]) > float(shares[start][1])
+
+
+@pytest.mark.slow
+def test_a_failed_command_of_a_notebook_is_an_error(tmp_path, monkeypatch):
+    cells = [nbformat.v4.new_code_cell('name = "no_such_file"'), nbformat.v4.new_code_cell("!cat {name}")]
+    notebook = nbformat.v4.new_notebook(cells=cells)
+    with pytest.raises(Exception, match=r"no_such_file: No such file[\s\S]*AssertionError"):
+        execute(notebook, tmp_path, monkeypatch)
