@@ -61,7 +61,7 @@ def test_a_table_has_means_and_standard_errors(tmp_path):
     table.add("student", {"exact match": 0.5})
     table.add("rounds", {"exact match": 0.25, "minutes": 2.0})
     assert "±" not in (tmp_path / "rounds.md").read_text()
-    labs.Table(lab, "rounds", "A note.").add("rounds", {"exact match": 0.75, "minutes": 3.0}, 1)  # a later call
+    table.add("rounds", {"exact match": 0.75, "minutes": 3.0}, 1)
     assert (tmp_path / "rounds.md").read_text().splitlines() == [
         "| | exact match | minutes | seeds |", "|---|---|---|---|", "| student | 50.0% |  | 1 |",
         "| rounds | 50.0% ± 25.0% | 2.50 ± 0.50 | 2 |", "",
@@ -71,9 +71,10 @@ def test_a_table_has_means_and_standard_errors(tmp_path):
 
 @pytest.mark.parametrize("path", sorted(Path("docs/results").glob("*.json")), ids=lambda path: path.stem)
 def test_the_page_of_results_has_the_means_of_its_files(path, tmp_path):
-    table = labs.Table(labs.Lab(tmp_path, [0]), path.stem).render(json.loads(path.read_text(encoding="utf-8")))
+    table = labs.Table(labs.Lab(tmp_path, [0]), path.stem)
+    table.rows = json.loads(path.read_text(encoding="utf-8"))
     page = Path("docs/results.md").read_text(encoding="utf-8")
-    assert "\n".join(line for line in table.splitlines() if line.startswith("|")) in page
+    assert "\n".join(line for line in table.render().splitlines() if line.startswith("|")) in page
 
 
 RAN = {
@@ -110,7 +111,7 @@ def test_overrides_of_an_experiment_are_those_of_recipes_that_load(name, tmp_pat
     logs += [{"step": 8, "eval_distill/reverse_kl": 0.1, "eval_generation/length": 5.0}]
     logs += [{"step": 8, "train_runtime": 60.0}]
 
-    def python(self, *words, logged=False):
+    def python(self, *words, logged=False, lock=None):
         _, module, first, *rest = map(str, words)
         if module.endswith("trl_lora"):
             write_run(Path(first))
@@ -163,7 +164,7 @@ def test_what_is_complete_is_not_repeated(tmp_path, monkeypatch):
     lab = labs.Lab(tmp_path, [0], fast=True)
     commands = []
 
-    def python(self, *words, logged=False):
+    def python(self, *words, logged=False, lock=None):
         commands.append(words)
         (tmp_path / "new").mkdir()  # an incomplete folder was removed
         return "printed"
@@ -191,7 +192,7 @@ def files(tmp_path, monkeypatch):
     """A lab in which `python` writes its last word's file, and the files that were written."""
     written = []
 
-    def python(self, *words, logged=False):
+    def python(self, *words, logged=False, lock=None):
         written.append(Path(words[-1]).name)
         Path(words[-1]).write_text("[]")
 
@@ -218,13 +219,45 @@ def test_what_was_made_of_something_that_is_made_again_is_made_again(files):
     assert written == ["student", "sampled.jsonl", "judged.jsonl"] * 2
 
 
+def test_a_run_whose_settings_follow_from_a_measured_time_is_made_again_with_that_run(files):
+    lab, written = files
+    sft, longer = lab.home / "sft", lab.home / "longer"
+
+    def make_both(rows):
+        lab.make(sft, "train", sft)
+        lab.make(longer, "train", f"data.train.limit={rows}", longer, also=[sft])
+
+    make_both(300)
+    make_both(300)
+    assert written == ["sft", "longer"]
+    sft.unlink()
+    make_both(310)
+    assert written == ["sft", "longer"] * 2
+    with pytest.raises(SystemExit, match="longer was made with other settings"):
+        make_both(320)
+
+
+def test_a_process_holds_its_lock_after_the_driver_is_killed(tmp_path):
+    lab = labs.Lab(tmp_path, [0])
+    file = tmp_path / "rows.lock"
+    with ThreadPoolExecutor() as pool:
+        with labs.only_one(file) as lock:
+            sleeping = pool.submit(lab.python, "-c", "import time; time.sleep(2)", lock=lock)
+            time.sleep(0.5)
+        with file.open("a") as another, pytest.raises(BlockingIOError):
+            labs.lock_file(another)
+        sleeping.result()
+    with labs.only_one(file):
+        pass
+
+
 def test_what_was_interrupted_is_made_again(files, monkeypatch):
     lab, written = files
     out = lab.home / "rows.jsonl"
     lab.make(out, "sample", out)
     out.unlink()
 
-    def interrupted(self, *words, logged=False):
+    def interrupted(self, *words, logged=False, lock=None):
         out.write_text("half")
         raise KeyboardInterrupt
 

@@ -10,6 +10,9 @@ from ..recipe.fields import train_fields
 
 Tree = dict[str, Any]
 NO_COUNTERPART = "no counterpart"
+MIXED_ROWS = "rows with messages and rows with prompts or texts cannot be mixed. Convert one kind to the other"
+TRUNCATED = "texts that are longer than max_length are truncated, not split. Split them first"
+UNPACKED_STREAM = "a stream cannot be packed"
 _BUILDERS = ("json", "csv", "parquet")
 """Paths of `datasets.load_dataset` that only name the format of `data_files`."""
 

@@ -52,12 +52,7 @@ def convert(file: Path, method: str | None) -> Conversion:
     if named := conversion.tool.get("method"):
         conversion.take(named["key"])
     _convert_warmup(conversion)
-    if not conversion.recipe["data"].get("eval"):
-        for key in [key for key in conversion.settings if key in _EVALUATION]:
-            if conversion.take(key) in ("no", False):
-                conversion.ignored[key] = "it is the default"
-            else:
-                conversion.notes[key] = "requires rows to evaluate on. Set data.eval first"
+    _drop_evaluation(conversion)
     for key, value in conversion.tool["defaults"].items():
         if conversion.has_option(conversion.tool["keys"].get(key, f"train.{key}")):
             conversion.settings.setdefault(key, value)
@@ -121,8 +116,22 @@ def _set_method(conversion: Conversion, method: str | None) -> None:
     conversion.recipe["train"].update(found.get("train", {}))
 
 
+def _drop_evaluation(conversion: Conversion) -> None:
+    """Remove the options of evaluation that have no effect, or that require rows."""
+    settings = conversion.settings
+    has_rows = bool(conversion.recipe["data"].get("eval"))
+    if settings.get("eval_strategy", "no") in ("no", False) and "eval_steps" in settings:
+        conversion.take("eval_steps")
+        conversion.ignored["eval_steps"] = "eval_strategy is not set"
+    for key in [] if has_rows else [key for key in settings if key in _EVALUATION]:
+        if conversion.take(key) in ("no", False):
+            conversion.ignored[key] = "it is the default"
+        else:
+            conversion.notes[key] = "requires rows to evaluate on. Set data.eval first"
+
+
 def _convert_warmup(conversion: Conversion) -> None:
-    """Convert `warmup_ratio`, which all tools ignore if there are `warmup_steps`."""
+    """Convert `warmup_ratio`, which `warmup_steps` above 0 replaces."""
     ratio = conversion.take_number("warmup_ratio")
     if ratio and conversion.settings.get("warmup_steps"):
         conversion.ignored["warmup_ratio"] = "warmup_steps comes first"

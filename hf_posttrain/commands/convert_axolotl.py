@@ -3,7 +3,7 @@
 from typing import Any
 
 from ..errors import short_repr
-from .conversion import NO_COUNTERPART, Conversion, Tree, take_source
+from .conversion import MIXED_ROWS, NO_COUNTERPART, TRUNCATED, UNPACKED_STREAM, Conversion, Tree, take_source
 
 _ASSISTANT = {"assistant", "gpt", "model"}
 """Names of the role whose turns `assistant_only_loss` trains."""
@@ -16,6 +16,10 @@ _COLUMNS = {
     "field_rejected": "rejected",
 }
 """Keys of a data set that name a column -> the column here."""
+_ROW_COLUMNS = {
+    *("instruction", "input", "output", "system", "prompt", "completion", "label", "chosen", "rejected"),
+}
+"""Columns that a `type` of its own names, after `field_`."""
 _PAIR_COLUMNS = {
     "argilla": {"prompt": "instruction", "chosen": "chosen_response", "rejected": "rejected_response"},
     "icr": {"prompt": "input"},
@@ -23,6 +27,14 @@ _PAIR_COLUMNS = {
     "prompt_pairs": {},
 }
 """Formats of preference rows -> the columns that have other names here."""
+_PROJECTS = {
+    "wandb": ("wandb_project", "wandb_name"),
+    "mlflow": ("mlflow_experiment_name", "mlflow_run_name"),
+    "tensorboard": (None, None),
+    "comet_ml": ("comet_project_name", None),
+    "trackio": ("trackio_project_name", "trackio_run_name"),
+}
+"""Tracker -> the key of its project, which turns it on, and the key with the name of the run."""
 _USUAL_MESSAGES = ({"role": "role", "content": "content"}, {"role": "from", "content": "value"})
 
 
@@ -31,6 +43,7 @@ def prepare(conversion: Conversion) -> None:
     _convert_sources(conversion)
     _convert_schedule(conversion)
     _convert_trackers(conversion)
+    _convert_own_sections(conversion)
     if "hub_model_id" in conversion.settings:  # alone makes Axolotl push
         conversion.set("train.push_to_hub", True)
         conversion.set("train.hub_private_repo", True)
@@ -40,7 +53,24 @@ def prepare(conversion: Conversion) -> None:
     elif plugins:
         conversion.ignored["plugins"] = "none is needed for the options here"
     if conversion.take_new_adapter():
+        if conversion.settings.get("lora_target_linear") is True and conversion.take("lora_target_modules"):
+            conversion.notes["lora_target_modules"] = "all linear layers are trained, and no others"
         conversion.set_target_modules()
+
+
+def _convert_own_sections(conversion: Conversion) -> None:
+    """Convert the section `trl`, and the cosine schedule with a lowest rate."""
+    section = conversion.take("trl", {})
+    if not isinstance(section, dict):
+        raise conversion.error("trl", f"must be a mapping, not {short_repr(section)}")
+    for key, value in section.items():
+        if key == "beta":
+            conversion.settings["rl_beta"] = value
+        else:
+            conversion.notes[f"trl.{key}"] = NO_COUNTERPART
+    if (lowest := conversion.take_number("cosine_min_lr_ratio")) is not None:
+        conversion.settings["lr_scheduler"] = "cosine_with_min_lr"
+        conversion.settings["lr_scheduler_kwargs"] = {"min_lr_rate": lowest}
 
 
 def _convert_sources(conversion: Conversion) -> None:
@@ -55,8 +85,14 @@ def _convert_sources(conversion: Conversion) -> None:
         entry.pop("type", None)
         source = take_source(conversion, name, entry)
         train.append(source | {"columns": columns, "streaming": True})
+        conversion.notes[name] = TRUNCATED
+        if conversion.take("sample_packing") is True:
+            conversion.notes["sample_packing"] = UNPACKED_STREAM
         _note_rest(conversion, name, entry)
     conversion.set_sources("train", train)
+    kinds = {choice is None for choice in choices.values()}
+    if len(kinds) > 1 and conversion.has_option("train.assistant_only_loss"):
+        conversion.notes["datasets"] = MIXED_ROWS
     evaluation = []
     for name, entry in conversion.take_entries("test_datasets").items():
         entry.pop("roles_to_train", None)
@@ -69,7 +105,8 @@ def _convert_sources(conversion: Conversion) -> None:
 def _trains_assistant_only(entry: Tree) -> bool | None:
     """Return whether the assistant's turns alone are trained, or None if the rows of a source are no conversations."""
     form = entry.get("type")
-    if not isinstance(form, str) or not ("chat_template" in form or form == "sharegpt"):
+    is_chat = isinstance(form, str) and (form.startswith("chat_template") or form == "sharegpt")
+    if not is_chat:
         return None
     roles = entry.get("roles_to_train") or ["assistant"]
     return {*map(str, roles if isinstance(roles, list) else [roles])} <= _ASSISTANT
@@ -85,11 +122,14 @@ def _source(conversion: Conversion, name: str, entry: Tree) -> Tree:
     if entry.pop("roles_to_train", None) and trains_assistant_only is False:
         problem = "all turns are trained. assistant_only_loss: true trains the assistant's alone"
         conversion.notes[f"{name}.roles_to_train"] = f"{problem}, and other choices are not supported"
-    mapping = entry.pop("message_property_mappings", None)
+    given = {"role": entry.pop("message_field_role", "role"), "content": entry.pop("message_field_content", "content")}
+    mapping = entry.pop("message_property_mappings", given)
     if mapping and mapping not in _USUAL_MESSAGES:
         problem = "messages require the keys role and content, or from and value"
         conversion.notes[f"{name}.message_property_mappings"] = problem
-    entry.pop("ds_type", None)
+    for key, usual in (("ds_type", None), ("chat_template", "tokenizer_default"), ("train_on_eos", "turn")):
+        if usual is None or entry.get(key) == usual:
+            entry.pop(key, None)
     _note_rest(conversion, name, entry)
     return source | ({"columns": columns} if columns else {})
 
@@ -100,7 +140,7 @@ def _convert_type(conversion: Conversion, name: str, form: Any) -> dict[str, str
         columns: dict[str, str] = {}
         for key, value in form.items():
             column = key.removeprefix("field_")
-            if column in ("instruction", "input", "output", "system", "prompt", "chosen", "rejected") and column != key:
+            if column in _ROW_COLUMNS and column != key:
                 columns |= {column: value} if value else {}
             else:
                 conversion.notes[f"{name}.type.{key}"] = NO_COUNTERPART
@@ -109,7 +149,14 @@ def _convert_type(conversion: Conversion, name: str, form: Any) -> dict[str, str
         return {}
     if not isinstance(form, str):
         raise conversion.error(f"{name}.type", f"must be a text or a mapping, not {short_repr(form)}")
-    if "chat_template" in form or form in ("sharegpt", "completion"):
+    if form.startswith("bradley_terry."):
+        conversion.set("train.apply_chat_template", True)
+        conversion.ignored[f"{name}.type"] = "the chat template of the tokenizer is applied"
+        return {"prompt": "input"}
+    if form.startswith("chat_template") or form == "sharegpt":
+        return {}
+    if form == "completion":
+        conversion.notes[f"{name}.type"] = TRUNCATED
         return {}
     template, _, preset = form.partition(".")
     if template in ("chatml", "llama3") and preset in _PAIR_COLUMNS and conversion.recipe["method"] in ("dpo", "cpo"):
@@ -131,7 +178,7 @@ def _note_rest(conversion: Conversion, name: str, entry: Tree) -> None:
 
 
 def _convert_schedule(conversion: Conversion) -> None:
-    """Convert the intervals of saves and evaluations."""
+    """Convert the intervals of saves and evaluations, and the warmup."""
     settings = conversion.settings
     has_rows_to_evaluate = bool(conversion.recipe["data"].get("eval"))
     for word, every in [("saves", "save"), *([("evals", "eval")] if has_rows_to_evaluate else [])]:
@@ -146,23 +193,39 @@ def _convert_schedule(conversion: Conversion) -> None:
             settings[f"{every}_steps"] = round(share, 4)
     if not settings.get("save_steps"):
         settings.setdefault("save_strategy", "epoch")
-    if has_rows_to_evaluate and settings.keys() & {"eval_steps", "eval_strategy"}:
-        conversion.set("train.eval_on_start", True)
+    if settings.get("eval_steps"):
+        settings["eval_strategy"] = "steps"
+    if has_rows_to_evaluate:
+        settings.setdefault("eval_batch_size", settings.get("micro_batch_size", 1))
+        if settings.get("eval_strategy", "no") not in ("no", False):
+            conversion.set("train.eval_on_start", True)
+    _convert_warmup(conversion)
+
+
+def _convert_warmup(conversion: Conversion) -> None:
+    """Convert the warmup, of which there is none after a `warmup_ratio` of 0 or with a constant learning rate."""
+    settings = conversion.settings
+    if settings.get("lr_scheduler") == "constant":
+        for key in [key for key in ("warmup_steps", "warmup_ratio") if key in settings]:
+            conversion.take(key)
+            conversion.ignored[key] = "the learning rate is constant"
+        settings["warmup_steps"] = 0
+        return
+    ratio = conversion.take_number("warmup_ratio")
+    if ratio is not None and "warmup_steps" in settings:
+        conversion.ignored["warmup_ratio"] = "warmup_steps comes first"
+    elif ratio is not None:
+        settings["warmup_steps"] = ratio  # a value below 1 is a share of all steps
 
 
 def _convert_trackers(conversion: Conversion) -> None:
     """Set the trackers, and the name of the run."""
-    settings = conversion.settings
-    if settings.get("wandb_project"):
-        settings.setdefault("use_wandb", True)
-    used = {"wandb": "wandb_name", "mlflow": "mlflow_run_name", "tensorboard": None, "comet": None}
-    used["trackio"] = "trackio_run_name"
     trackers = []
-    for tracker, name in used.items():
-        is_used = conversion.take(f"use_{tracker}") is True
+    for tracker, (project, name) in _PROJECTS.items():
+        is_used = conversion.take(f"use_{tracker.removesuffix('_ml')}") is True or project in conversion.settings
         run_name = conversion.take(name) if name else None
         if is_used:
-            trackers.append("comet_ml" if tracker == "comet" else tracker)
+            trackers.append(tracker)
         if is_used and run_name and "run_name" not in conversion.recipe["train"]:
             conversion.set("train.run_name", run_name)
     if trackers:

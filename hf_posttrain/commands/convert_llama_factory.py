@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ..errors import InputError, short_repr
-from .conversion import NO_COUNTERPART, Conversion, Tree
+from .conversion import MIXED_ROWS, NO_COUNTERPART, TRUNCATED, UNPACKED_STREAM, Conversion, Tree
 
 _INFO = "dataset_info.json"
 """File in which LLaMA-Factory describes its data sets."""
@@ -29,18 +29,26 @@ def prepare(conversion: Conversion) -> None:
     is_pretraining = settings.get("stage") == "pt"
     if is_pretraining and "neat_packing" not in settings:
         settings.setdefault("packing", True)
+    if is_pretraining:
+        conversion.notes["stage"] = TRUNCATED
+    if settings.get("streaming") is True and conversion.take("packing") is True:
+        conversion.notes["packing"] = UNPACKED_STREAM
     _convert_sources(conversion, is_pretraining)
-    if (limit := conversion.take("max_samples")) is not None:
-        for name in conversion.recipe["data"]:
-            conversion.set(f"data.{name}.limit", limit)
-    adapters = conversion.take_names("adapter_name_or_path")
-    if adapters:
-        settings["adapter_name_or_path"] = adapters[0]
-    if len(adapters) > 1:
-        problem = f"only {adapters[0]} was converted. Merge the others into the model first (hf-posttrain merge)"
-        conversion.notes["adapter_name_or_path"] = problem
+    _convert_earlier_adapters(conversion)
     if conversion.take_new_adapter():
         _convert_adapter(conversion)
+
+
+def _convert_earlier_adapters(conversion: Conversion) -> None:
+    """Convert the adapters that are loaded: the last one is trained, unless a new one is. The others are merged."""
+    *merged, last = conversion.take_names("adapter_name_or_path") or [""]
+    if conversion.take("create_new_adapter") is True and last:
+        merged.append(last)
+    elif last:
+        conversion.settings["adapter_name_or_path"] = last
+    if merged:
+        problem = f"merge {' and '.join(merged)} into the model first (hf-posttrain merge)"
+        conversion.notes["adapter_name_or_path"] = f"{problem}, and set model.name_or_path"
 
 
 def _convert_adapter(conversion: Conversion) -> None:
@@ -61,16 +69,20 @@ def _convert_sources(conversion: Conversion, is_pretraining: bool) -> None:
     # LLaMA-Factory reads from the current folder, that of its repository
     folder = next((one for one in (folder, conversion.file.parent / folder) if (one / _INFO).is_file()), folder)
     entries = _read_info(folder)
+    count = conversion.take_number("max_samples")
+    limit = None if count is None else round(count)
     choices: dict[str, bool | None] = {}
     for key, section in (("dataset", "train"), ("eval_dataset", "eval")):
         names = conversion.take_names(key)
-        conversion.set_sources(section, [_source(conversion, name, folder, entries.get(name)) for name in names])
+        sources = [_source(conversion, name, folder, entries.get(name)) for name in names]
+        if limit is not None:
+            sources = [source | {"limit": min(source.get("limit", limit), limit)} for source in sources]
+        conversion.set_sources(section, sources)
         if section == "train":
             choices = {f"dataset {name}": _is_chat(entries.get(name)) for name in names}
     is_chat = {choice for choice in choices.values() if choice is not None}
     if len(is_chat) > 1:
-        problem = "rows with messages and rows with prompts cannot be mixed. Convert one kind to the other"
-        conversion.notes["dataset"] = problem
+        conversion.notes["dataset"] = MIXED_ROWS
     elif conversion.settings.get("train_on_prompt") is not True:
         conversion.set_assistant_only_loss(choices)
     if False in is_chat and not is_pretraining:
@@ -92,6 +104,8 @@ def _read_info(folder: Path) -> dict[str, Tree]:
         for key in ("columns", "tags"):
             if not isinstance(entry.get(key) or {}, dict):
                 raise InputError(f"--from: {file}: {name}.{key} must be a mapping, not {short_repr(entry[key])}")
+        if not isinstance(entry.get("file_name") or "", str):
+            raise InputError(f"--from: {file}: {name}.file_name must be a file, not {short_repr(entry['file_name'])}")
     return entries
 
 
@@ -124,6 +138,8 @@ def _source(conversion: Conversion, name: str, folder: Path, entry: Tree | None)
     rest = dict(entry)
     file = rest.pop("file_name", None)
     path = rest.pop("hf_hub_url", None) or (str(folder / file) if file else None)
+    for key in ("ms_hub_url", "om_hub_url") if path else ():
+        rest.pop(key, None)  # the same data set on other hubs
     if path is None:
         problem = "is neither a file nor on the Hugging Face Hub. Set the path of its file"
         conversion.notes[f"dataset {name}"] = problem

@@ -3,6 +3,8 @@
 from ..methods import METHODS
 from .conversion import NO_COUNTERPART, Conversion, take_source
 
+_SINGLE_DATASET = ("name", "config", "train_split", "test_split", "streaming")
+"""Keys about the one data set, after `dataset_`, which TRL ignores if there are `datasets`."""
 _GKD_DEFAULTS = {"lmbda": 0.5, "temperature": 0.9, "beta": 0.5, "max_new_tokens": 128}
 """Defaults of TRL's GKDConfig that differ from those here."""
 
@@ -23,6 +25,10 @@ def prepare(conversion: Conversion) -> None:
 def _convert_sources(conversion: Conversion) -> None:
     """Set the data section: `datasets`, or `dataset_name` with its splits."""
     settings = conversion.settings
+    if settings.get("datasets"):
+        for key in [f"dataset_{name}" for name in _SINGLE_DATASET if f"dataset_{name}" in settings]:
+            conversion.take(key)
+            conversion.ignored[key] = "datasets comes first"
     train = []
     for name, entry in conversion.take_entries("datasets").items():
         train.append(take_source(conversion, name, entry))
@@ -34,10 +40,8 @@ def _convert_sources(conversion: Conversion) -> None:
     if path and settings.get("eval_strategy", "no") != "no":
         source = {"path": path, "name": settings.get("dataset_config"), "split": split or "test"}
         conversion.set_sources("eval", [{key: value for key, value in source.items() if value is not None}])
-    elif split and path:
-        conversion.ignored["dataset_test_split"] = "eval_strategy is not set"
     elif split:
-        conversion.notes["dataset_test_split"] = "set data.eval to a source"
+        conversion.ignored["dataset_test_split"] = "eval_strategy is not set"
 
 
 def _convert_distillation(conversion: Conversion) -> None:

@@ -4,9 +4,9 @@
 
 Run `make real-models` first. Each experiment runs the recipes of this folder and commands of hf-posttrain, and writes
 its table to FOLDER/NAME.md after each run. A run or file that is complete is not repeated: after an interruption, run
-the same command again. FOLDER/made records how each of them was made, and what was made of something that was made
-again is made again too. `--fast` runs a few steps of each recipe, which
-shows that everything works.
+the same command again. FOLDER/made records how each of them was made. If one is deleted and made again, everything
+that was made from it is made again. Rows of `make real-models` are not recorded: use another FOLDER for other rows.
+`--fast` runs a few steps of each recipe, which shows that everything works.
 """
 
 import argparse
@@ -87,13 +87,15 @@ def prune_runs(lab: Lab, count: int, pruned: Path, whole: Path, seed: int) -> It
     if count != 20:
         return
     rows = lab.limit(round(train_rows("prune_sft") * training_seconds(kd) / training_seconds(sft)))
-    longer = lab.train("prune_sft", f"prune_sft_longer_{ending}", *common, f"data.train.limit={rows}")
+    limit = f"data.train.limit={rows}"
+    longer = lab.train("prune_sft", f"prune_sft_longer_{ending}", *common, limit, measured=(sft, kd))
     yield "SFT, the seconds of KD", longer
     after = (f"model.name_or_path={kd}", f"train.seed={seed}", teacher)
     opd = lab.train("prune_opd", f"prune_opd_{ending}", *after)
     yield "OPD after KD", kd, opd
     rows = lab.limit(round(train_rows("prune_kd") * (1 + training_seconds(opd) / training_seconds(kd))))
-    longer = lab.train("prune_kd", f"prune_kd_longer_{ending}", *common, teacher, f"data.train.limit={rows}")
+    limit = f"data.train.limit={rows}"
+    longer = lab.train("prune_kd", f"prune_kd_longer_{ending}", *common, teacher, limit, measured=(kd, opd))
     yield "KD, the seconds of OPD after KD", longer
 
 
@@ -285,8 +287,10 @@ def on_policy_runs(lab: Lab, student: Path, teacher: Path, answers: Path, seed: 
     yield "SFT on the teacher's answers", sft
     # on all answers, which are twice as many, and on some of them twice if OPD takes longer
     steps = round(history(sft)[-1]["step"] * training_seconds(opd) / training_seconds(sft))
-    longer = (f"data.train.path={answers}", "data.train.limit=null", f"train.max_steps={steps}")
-    yield "SFT, the seconds of OPD", lab.train("sums_sft", f"sums_sft_longer_{seed}", *common, *constant, *longer)
+    repeated = (f"data.train.path={answers}", "data.train.limit=null", f"train.max_steps={steps}")
+    name = f"sums_sft_longer_{seed}"
+    longer = lab.train("sums_sft", name, *common, *constant, *repeated, measured=(sft, opd))
+    yield "SFT, the seconds of OPD", longer
     yield "KD on the teacher's answers", lab.train("sums_kd", f"sums_kd_{seed}", *common, from_teacher, rows)
     if seed == lab.seeds[0]:
         # 4 prompts with 4 answers each in a step: 16 answers, as in the other runs

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from hf_posttrain.commands.resumable_jsonl import write_rows
 from hf_posttrain.recipe.read import load_recipe
@@ -58,7 +58,15 @@ class Lab:
     fast: bool = False
     bf16: bool = False
 
-    def train(self, recipe: str, name: str, *overrides: str, full: bool = False, bf16: bool | None = None) -> Path:
+    def train(
+        self,
+        recipe: str,
+        name: str,
+        *overrides: str,
+        full: bool = False,
+        bf16: bool | None = None,
+        measured: Iterable[Path] = (),
+    ) -> Path:
         """Return the folder of a run of a recipe.
 
         Args:
@@ -67,6 +75,7 @@ class Lab:
             overrides: Values that override those of the recipe.
             full: Whether all steps are run in a fast lab too.
             bf16: Whether the run is in bf16 (default: that of the lab).
+            measured: Runs whose times determine an override.
         """
         file = HERE / f"{recipe}.yaml"
         options = [*overrides, f"train.output_dir={self.home / name}"]
@@ -76,7 +85,7 @@ class Lab:
             options += [f"train.{length}=8" for length in sorted(lengths)]
         options.append(f"train.bf16={str(self.bf16 if bf16 is None else bf16).lower()}")
         words = ["-m", "hf_posttrain.run", file, *options]
-        self.make(self.home / name, *words, recipe=load_recipe(file).to_dict(), logged=True)
+        self.make(self.home / name, *words, recipe=load_recipe(file).to_dict(), logged=True, also=measured)
         return self.home / name
 
     def train_trl(self, name: str, seed: int) -> Path:
@@ -111,35 +120,43 @@ class Lab:
         write_rows(out, rows)
         shutil.copyfile(self.record(source), self.record(out))
 
-    def make(self, out: Path, *words: object, recipe: Row | None = None, logged: bool = False) -> str:
+    def make(
+        self,
+        out: Path,
+        *words: object,
+        recipe: Row | None = None,
+        logged: bool = False,
+        also: Iterable[Path] = (),
+    ) -> str:
         """Make a file or folder by running Python, and return the output of the process.
 
-        If it is complete, and none of the files and folders of the lab that `words` name was made since, nothing is
-        run and the earlier output is returned. Another process that makes the same is waited for.
+        If it is complete, and its inputs were not made again since, nothing is run and the earlier output is returned.
+        Inputs are the files and folders of the lab that `words` name. Another process that makes the same is waited
+        for.
 
         Args:
             out: The file or folder. If it is incomplete, it is removed first.
             words: Arguments of Python.
             recipe: The recipe that is run.
             logged: Whether the output goes to the log instead.
+            also: Inputs that `words` do not name.
 
         Raises:
             SystemExit: If the process fails, or if `out` was made with other words or another recipe.
         """
         record = self.record(out)
         record.parent.mkdir(parents=True, exist_ok=True)
-        with only_one(record.with_suffix(".lock")):
+        with only_one(record.with_suffix(".lock")) as lock:
             texts = [*map(str, words)]
             settings = {"words": texts, "recipe": json.loads(json.dumps(recipe))}
-            inputs = self.inputs(out, texts)
-            if record.is_file() and out.exists():
-                known = json.loads(record.read_text(encoding="utf-8"))
+            inputs = self.inputs(out, [*texts, *map(str, also)])
+            known = json.loads(record.read_text(encoding="utf-8")) if record.is_file() and out.exists() else {}
+            if known.get("inputs") == inputs:
                 if any(known[name] != value for name, value in settings.items()):
                     raise SystemExit(
                         f"error: {out} was made with other settings. Delete it, or choose another folder with --output"
                     )
-                if known["inputs"] == inputs:
-                    return str(known["output"])
+                return str(known["output"])
             record.unlink(missing_ok=True)
             if out.is_dir():
                 shutil.rmtree(out)
@@ -147,7 +164,7 @@ class Lab:
                 out.unlink(missing_ok=True)
             out.parent.mkdir(parents=True, exist_ok=True)
             began = time.time()
-            output = self.python(*words, logged=logged)
+            output = self.python(*words, logged=logged, lock=lock)
             made = {"made": began, "seconds": round(time.time() - began, 1), "output": output}
             write_json(record, settings | {"inputs": inputs} | made)
         return output
@@ -166,8 +183,11 @@ class Lab:
         """Return the file that records how a file or folder was made. It exists if `out` is complete."""
         return self.home / "made" / f"{out.name}.json"
 
-    def python(self, *words: object, logged: bool = False) -> str:
-        """Run Python in a process of its own, and return its output, or write it to the log."""
+    def python(self, *words: object, logged: bool = False, lock: IO[str] | None = None) -> str:
+        """Run Python in a process of its own, and return its output, or write it to the log.
+
+        The process holds the lock until it ends, even if this one is killed.
+        """
         print(time.strftime("%H:%M:%S"), *words, flush=True)
         with (self.home / "log.txt").open("a", encoding="utf-8") as log:
             done = subprocess.run(
@@ -176,6 +196,7 @@ class Lab:
                 stderr=log,
                 text=True,
                 check=False,
+                pass_fds=[lock.fileno()] if lock else [],
             )
         if done.returncode:
             raise SystemExit(f"error: exit code {done.returncode}; see {self.home / 'log.txt'}")
@@ -198,26 +219,24 @@ class Lab:
 
 
 class Table:
-    """The results of an experiment, written to NAME.json and NAME.md whenever a row is added.
-
-    Rows of earlier calls stay in the table, so that a later call adds seeds.
-    """
+    """The results of an experiment, written to NAME.json and NAME.md whenever a row is added."""
 
     def __init__(self, lab: Lab, name: str, note: str = "") -> None:
         self.note = note
         self.page = lab.home / f"{name}.md"
         self.file = lab.home / f"{name}.json"
+        self.rows: Rows = {}
 
     def add(self, title: str, values: dict[str, float], seed: int = 0) -> dict[str, float]:
         """Set the values of a row with one seed, and return them."""
-        rows: Rows = json.loads(self.file.read_text(encoding="utf-8")) if self.file.is_file() else {}
-        rows.setdefault(title, {})[str(seed)] = values
-        write_json(self.file, rows)
-        self.page.write_text(self.render(rows), encoding="utf-8")
+        self.rows.setdefault(title, {})[str(seed)] = values
+        write_json(self.file, self.rows)
+        self.page.write_text(self.render(), encoding="utf-8")
         return values
 
-    def render(self, rows: Rows) -> str:
+    def render(self) -> str:
         """Return a page with the mean and the standard error of the seeds."""
+        rows = self.rows
         columns = list(dict.fromkeys(column for seeds in rows.values() for row in seeds.values() for column in row))
         lines = ["| | " + " | ".join([*columns, "seeds"]) + " |", "|" + "---|" * (len(columns) + 2)]
         for title, seeds in rows.items():
@@ -250,8 +269,8 @@ def training_seconds(run: Path) -> float:
 
 
 @contextmanager
-def only_one(file: Path) -> Iterator[None]:
-    """Lock a file, as soon as no other process has locked it."""
+def only_one(file: Path) -> Iterator[IO[str]]:
+    """Lock a file, as soon as no other process has locked it, and yield it open."""
     with file.open("a", encoding="utf-8") as lock:
         while True:
             try:
@@ -259,7 +278,7 @@ def only_one(file: Path) -> Iterator[None]:
                 break
             except BlockingIOError:
                 time.sleep(1)
-        yield
+        yield lock
 
 
 def history(run: Path) -> list[Row]:

@@ -76,7 +76,14 @@ QUARTERS = {"save_strategy": "steps", "save_steps": 0.25}
             {"saves_per_epoch": 1, "num_epochs": 4},
             {"save_strategy": "steps", "save_steps": 0.25, "num_train_epochs": 4},
         ),
-        ({"warmup_ratio": 0.1, "warmup_steps": 0}, {"warmup_steps": 0.1}),
+        ({"warmup_ratio": 0.1}, {"warmup_steps": 0.1}),
+        ({"warmup_ratio": 0.0}, {"warmup_steps": 0.0}),
+        ({"warmup_ratio": 0.1, "warmup_steps": 0}, {"warmup_steps": 0}),
+        ({"lr_scheduler": "constant", "warmup_steps": 9}, {"lr_scheduler_type": "constant", "warmup_steps": 0}),
+        (
+            {"cosine_min_lr_ratio": 0.1},
+            {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}},
+        ),
         ({"warmup_ratio": 0.1, "warmup_steps": 7}, {"warmup_steps": 7}),
         ({"warmup_steps": 0}, {"warmup_steps": 0}),
         (
@@ -87,7 +94,11 @@ QUARTERS = {"save_strategy": "steps", "save_steps": 0.25}
         ({"save_strategy": "no"}, {"save_strategy": "no"}),
         ({"wandb_project": "p", "wandb_name": "n", "wandb_run_id": "i"}, {"report_to": "wandb", "run_name": "n"}),
         ({"wandb_project": "", "wandb_name": ""}, {}),
-        ({"use_tensorboard": True, "use_mlflow": True}, {"report_to": ["mlflow", "tensorboard"]}),
+        ({"use_tensorboard": True, "mlflow_experiment_name": "e"}, {"report_to": ["mlflow", "tensorboard"]}),
+        (
+            {"trackio_project_name": "p", "trackio_run_name": "n"},
+            {"report_to": "trackio", "project": "p", "run_name": "n"},
+        ),
         ({"hub_model_id": "me/m"}, {"hub_model_id": "me/m", "push_to_hub": True, "hub_private_repo": True}),
     ],
 )
@@ -102,9 +113,12 @@ def test_schedule_and_tracker_of_axolotl(settings, train, tmp_path):
 
 
 def test_evaluation_of_axolotl(tmp_path):
-    settings = {"evals_per_epoch": 2, "test_datasets": [{"path": "heldout.jsonl"}]}
+    settings = {"evals_per_epoch": 2, "micro_batch_size": 4, "test_datasets": [{"path": "heldout.jsonl"}]}
     train = convert_axolotl(tmp_path, **settings)[0]["train"]
-    assert train.items() >= {"eval_strategy": "steps", "eval_steps": 0.5, "eval_on_start": True}.items()
+    evaluation = {"eval_strategy": "steps", "eval_on_start": True, "per_device_eval_batch_size": 4}
+    assert train.items() >= (evaluation | {"eval_steps": 0.5}).items()
+    settings = {"eval_steps": 20, "eval_strategy": "epoch", "micro_batch_size": 4, "test_datasets": ["heldout.jsonl"]}
+    assert convert_axolotl(tmp_path, **settings)[0]["train"].items() >= (evaluation | {"eval_steps": 20}).items()
     assert "evals_per_epoch" in convert_axolotl(tmp_path, evals_per_epoch=2)[1]
     _, notes, ignored = convert_axolotl(tmp_path, eval_strategy="no", val_set_size=0.0)
     assert not notes
@@ -221,7 +235,32 @@ def test_pretraining_data_of_axolotl(tmp_path):
     recipe, notes, _ = convert_settings(tmp_path, base_model="m", pretraining_dataset=entry, max_steps=10)
     source = {"path": "org/web", "name": "en", "columns": {"text": "content"}, "streaming": True}
     assert recipe["data"]["train"] == source
-    assert [*notes] == ["pretraining_dataset.skip"]
+    assert [*notes] == ["pretraining_dataset", "pretraining_dataset.skip"]
+    recipe, notes, _ = convert_settings(
+        tmp_path, base_model="m", pretraining_dataset=entry, max_steps=10, sample_packing=True
+    )
+    assert "packing" not in recipe["train"]
+    assert "sample_packing" in notes
+
+
+def test_sections_and_columns_of_axolotl(tmp_path):
+    form = {"field_prompt": "question", "field_completion": "answer", "field_label": "good"}
+    entry = {"path": "rows.jsonl", "type": form}
+    recipe, notes, _ = convert_axolotl(tmp_path, rl="kto", datasets=[entry], trl={"beta": 0.3, "use_vllm": False})
+    columns = {"prompt": "question", "completion": "answer", "label": "good"}
+    assert recipe["data"]["train"]["columns"] == columns
+    assert recipe["train"]["beta"] == 0.3
+    assert [*notes] == ["trl.use_vllm"]
+    entry = {"path": "rows.jsonl", "type": "bradley_terry.chat_template.default"}
+    recipe, notes, _ = convert_axolotl(tmp_path, reward_model=True, datasets=[entry])
+    assert recipe["method"] == "rm"
+    assert recipe["train"]["apply_chat_template"] is True
+    assert recipe["data"]["train"]["columns"] == {"prompt": "input"}
+    chat = {"message_field_role": "from", "message_field_content": "value", "train_on_eos": "turn"}
+    entries = [{"path": "a", "type": "chat_template", "chat_template": "tokenizer_default", **chat}]
+    assert not convert_axolotl(tmp_path, datasets=entries)[1]
+    assert [*convert_axolotl(tmp_path, datasets=[*entries, {"path": "b"}])[1]] == ["datasets"]
+    assert convert_axolotl(tmp_path, bf16=True)[0]["model"]["dtype"] == "bfloat16"
 
 
 def test_plugins_of_axolotl(tmp_path):
@@ -234,9 +273,9 @@ def test_plugins_of_axolotl(tmp_path):
     [
         ({"file_name": "x.json", "num_samples": 5}, {}, {"path": "FOLDER/x.json", "limit": 5}, None),
         ({"ms_hub_url": "org/x"}, {}, {"path": "rows"}, "dataset rows"),
-        ({"hf_hub_url": "x", "ms_hub_url": "y"}, {}, {"path": "x"}, "dataset rows.ms_hub_url"),
+        ({"hf_hub_url": "x", "ms_hub_url": "y"}, {}, {"path": "x"}, None),
         ({"hf_hub_url": "x", "subset": "s", "split": "t"}, {}, {"path": "x", "name": "s", "split": "t"}, None),
-        ({"file_name": "x.json", "columns": {"prompt": "text"}}, {"stage": "pt"}, {"path": "FOLDER/x.json"}, None),
+        ({"file_name": "x.json", "columns": {"prompt": "text"}}, {"stage": "pt"}, {"path": "FOLDER/x.json"}, "stage"),
         (
             {"file_name": "x.json", "formatting": "sharegpt", "tags": {"role_tag": "speaker", "user_tag": "human"}},
             {},
@@ -278,14 +317,32 @@ def test_options_of_the_rows_of_llama_factory(tmp_path):
     settings = {"dataset": "rows", "eval_dataset": "rows", "max_samples": 9}
     recipe, _, _ = convert_llama_factory(tmp_path, **settings)
     assert [recipe["data"][name]["limit"] for name in ("train", "eval")] == [9, 9]
+    entry = {"file_name": "x.json", "num_samples": 5}
+    assert convert_llama_factory(tmp_path, entry, max_samples=9)[0]["data"]["train"]["limit"] == 5
     entry = {"file_name": "x.json", "columns": {"images": "pictures", "videos": "clips"}}
     recipe, notes, _ = convert_llama_factory(tmp_path, entry)
     assert recipe["model"]["images"] is True
     assert recipe["data"]["train"]["columns"] == {"images": "pictures"}
     assert [*notes] == ["dataset rows.columns.videos"]
     recipe, notes, _ = convert_llama_factory(tmp_path, adapter_name_or_path="a, b")
-    assert recipe["model"]["adapter"] == "a"
+    assert recipe["model"]["adapter"] == "b"  # after the others are merged
     assert [*notes] == ["adapter_name_or_path"]
+    recipe, notes, _ = convert_llama_factory(tmp_path, adapter_name_or_path="a", create_new_adapter=True, lora_rank=4)
+    assert recipe["model"]["lora"]["r"] == 4
+    assert "adapter" not in recipe["model"]
+    assert [*notes] == ["adapter_name_or_path"]
+    recipe, notes, _ = convert_llama_factory(tmp_path, stage="pt", streaming=True)
+    assert "packing" not in recipe["train"]
+    assert "packing" in notes
+    recipe, _, ignored = convert_llama_factory(tmp_path, eval_dataset="rows", eval_steps=5, enable_thinking=False)
+    assert "eval_steps" in ignored
+    assert recipe["train"]["chat_template_kwargs"] == {"enable_thinking": False}
+
+
+@pytest.mark.parametrize("entry", [{"file_name": 5}, {"columns": ["a"]}, {"tags": 1}, 3])
+def test_wrong_entries_of_dataset_info(entry, tmp_path):
+    with pytest.raises(InputError, match=r"dataset_info\.json: .*must be a|dataset_info\.json must be a"):
+        convert_llama_factory(tmp_path, entry)
 
 
 def test_rows_of_llama_factory_that_train_on_prompts(tmp_path):
@@ -365,8 +422,13 @@ def test_rows_to_evaluate_on_of_trl(tmp_path):
     settings = {"model_name_or_path": "m", "dataset_name": "d", "eval_strategy": "epoch"}
     recipe, _, _ = convert_settings(tmp_path, "sft", **settings)
     assert recipe["data"]["eval"] == {"path": "d", "split": "test"}
-    settings = {"model_name_or_path": "m", "datasets": [{"path": "d"}], "dataset_test_split": "test"}
-    assert [*convert_settings(tmp_path, "sft", **settings)[1]] == ["dataset_test_split"]
+    settings = {"model_name_or_path": "m", "datasets": [{"path": "a"}, {"path": "b"}], "dataset_num_proc": 2}
+    single = {"dataset_name": "unused", "dataset_config": "en", "dataset_test_split": "test", "dataset_streaming": True}
+    recipe, notes, ignored = convert_settings(tmp_path, "sft", **settings, **single, eval_strategy="steps")
+    assert recipe["data"] == {"train": [{"path": "a"}, {"path": "b"}]}
+    assert recipe["train"] == {"dataset_num_proc": 2}
+    assert {*ignored} == {*single}
+    assert [*notes] == ["eval_strategy"]
 
 
 def test_columns_of_a_prompt_format_are_those_of_the_rows(tmp_path):
