@@ -2,7 +2,9 @@
 
 from typing import Any
 
+from ..data.row_schema import PREFERENCE
 from ..errors import short_repr
+from ..methods import METHODS
 from .conversion import MIXED_ROWS, NO_COUNTERPART, TRUNCATED, UNPACKED_STREAM, Conversion, Tree, take_source
 
 _ASSISTANT = {"assistant", "gpt", "model"}
@@ -48,8 +50,9 @@ def prepare(conversion: Conversion) -> None:
         conversion.set("train.push_to_hub", True)
         conversion.set("train.hub_private_repo", True)
     plugins = conversion.take_names("plugins")
-    if any("kd" in plugin.split(".") for plugin in plugins):
-        conversion.notes["plugins"] = "for KDPlugin, set method to kd, and add a teacher"
+    if any(plugin.endswith("KDPlugin") for plugin in plugins):
+        distillation = next(name for name, row in METHODS.items() if row.second == "teacher" and not row.rows.sampled)
+        conversion.notes["plugins"] = f"for KDPlugin, set method to {distillation}, and add a teacher"
     elif plugins:
         conversion.ignored["plugins"] = "none is needed for the options here"
     if conversion.take_new_adapter():
@@ -159,7 +162,8 @@ def _convert_type(conversion: Conversion, name: str, form: Any) -> dict[str, str
         conversion.notes[f"{name}.type"] = TRUNCATED
         return {}
     template, _, preset = form.partition(".")
-    if template in ("chatml", "llama3") and preset in _PAIR_COLUMNS and conversion.recipe["method"] in ("dpo", "cpo"):
+    reads_pairs = METHODS[conversion.recipe["method"]].rows is PREFERENCE
+    if template in ("chatml", "llama3") and preset in _PAIR_COLUMNS and reads_pairs:
         conversion.set("train.apply_chat_template", True)
         conversion.ignored[f"{name}.type"] = "the chat template of the tokenizer is applied"
         return dict(_PAIR_COLUMNS[preset])

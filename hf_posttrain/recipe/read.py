@@ -363,7 +363,7 @@ def _suggest_renamed_option(method: object, name: str) -> str | None:
         if problem := _method_problem(method):
             return f"its name is now {RENAMED[name]}, and {problem}. Set method to {' or '.join(methods)}"
         fix = "Remove it" + (", or use rounds.sampler for rounds" if group == "sampler" else "")
-        only = ", ".join(methods)
+        only = _enumerate(methods)
         return f"its name is now {RENAMED[name]}, which method {method} does not have, only {only}. {fix}"
     spec = _method_spec(method)
     return replacement_hint(name, "recipe", spec.config_name if spec else "")
@@ -392,7 +392,12 @@ def _suggest_method(method: object, name: str, methods: list[str]) -> str:
     if problem := _method_problem(method):
         return f"{problem}. Set method to {' or '.join(methods)}, and use train.{name}"
     alternative = f", or use rounds.{name} for rounds" if name in fields_of(RoundsSection) else ""
-    return f"method {method} has no such option, only {', '.join(methods)}. Remove it{alternative}"
+    return f"method {method} has no such option, only {_enumerate(methods)}. Remove it{alternative}"
+
+
+def _enumerate(names: list[str]) -> str:
+    """Return names as text, such as "a, b and c"."""
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
 def _method_problem(method: object) -> str | None:

@@ -63,9 +63,10 @@ def on_two(case: Callable[..., Any], engine: str, *args: Any, world: int = 2, ti
         results = [torch.load(file, weights_only=False) if file.exists() else ("lost", None) for file in files]
     errors = [f"rank {rank}: {value}" for rank, (state, value) in enumerate(results) if state == "error"]
     lost = [rank for rank, (state, _) in enumerate(results) if state == "lost"]
-    assert not errors, "\n".join(errors)
+    ends = [process.exitcode for process in ranks]
+    assert not errors, "\n".join([*errors, f"exit codes {ends}", *(logs[rank] for rank in lost)])
     assert not stuck, f"ranks {lost} did not end within {timeout} s\n" + "\n".join(logs)
-    assert not lost, f"ranks {lost} ended without a result: {[process.exitcode for process in ranks]}"
+    assert not lost, f"ranks {lost} ended without a result: {ends}"
     return [value for _, value in results]
 
 
