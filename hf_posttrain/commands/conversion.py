@@ -1,6 +1,6 @@
 """The conversion of one file of another tool to a recipe, and the parts that several tools have in common."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
@@ -102,6 +102,22 @@ class Conversion:
             result[name] = {"path": entry} if isinstance(entry, str) else dict(entry)
         return result
 
+    def ignore(self, keys: Iterable[str], reason: str) -> None:
+        """Remove the keys that the file has, and list them as not needed."""
+        for key in [key for key in keys if key in self.settings]:
+            self.take(key)
+            self.ignored[key] = reason
+
+    def note_rest(self, name: str, entry: Iterable[str]) -> None:
+        """Note the keys of an entry that were not converted. The name is that of the entry in messages."""
+        for key in entry:
+            self.notes[f"{name}.{key}"] = NO_COUNTERPART
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether the file asks for evaluations during training."""
+        return self.settings.get("eval_strategy", "no") != "no"
+
     def set(self, key: str, value: Any) -> None:
         """Set a dotted key of the recipe. A key of a source is set in all sources of a list."""
         *sections, name = key.split(".")
@@ -147,9 +163,7 @@ class Conversion:
         continued = next((key for key in settings if tool["keys"].get(key) == "model.adapter"), None)
         if continued or not has_adapter:
             reason = f"the adapter of {continued} has its own" if continued else "no adapter is trained"
-            for key in [key for key in settings if _is_option_of_adapter(tool, key)]:
-                self.ignored[key] = reason
-                self.take(key)
+            self.ignore([key for key in settings if _is_option_of_adapter(tool, key)], reason)
             return False
         self.recipe["model"]["lora"] = {}
         for key, value in tool["adapter_defaults"].items():

@@ -84,13 +84,15 @@ def _read(file: Path) -> Tree:
         raise InputError(f"--from: {file} is not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(settings, dict):
         raise InputError(f"--from: {file} must be a mapping of keys to values, not {short_repr(settings)}")
-    # YAML 1.1 reads 1e-5 as a text
-    is_number = re.compile(r"[-+]?\d+(\.\d*)?e[-+]?\d+", re.IGNORECASE).fullmatch
-    return {
-        str(key): float(value) if isinstance(value, str) and is_number(value) else value
-        for key, value in settings.items()
-        if value is not None and value != ""
-    }
+    given = {str(key): value for key, value in settings.items() if value is not None and value != ""}
+    return {key: _undo_yaml(key, value) for key, value in given.items()}
+
+
+def _undo_yaml(key: str, value: Any) -> Any:
+    """Return the value that a text means where YAML 1.1 reads another one: a number such as 1e-5, and `no`."""
+    if isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?e[-+]?\d+", value, re.IGNORECASE):
+        return float(value)
+    return "no" if value is False and key.endswith("_strategy") else value
 
 
 def _set_method(conversion: Conversion, method: str | None) -> None:
@@ -118,12 +120,11 @@ def _set_method(conversion: Conversion, method: str | None) -> None:
 
 def _drop_evaluation(conversion: Conversion) -> None:
     """Remove the options of evaluation that have no effect, or that require rows."""
-    settings = conversion.settings
-    has_rows = bool(conversion.recipe["data"].get("eval"))
-    if settings.get("eval_strategy", "no") in ("no", False) and "eval_steps" in settings:
-        conversion.take("eval_steps")
-        conversion.ignored["eval_steps"] = "eval_strategy is not set"
-    for key in [] if has_rows else [key for key in settings if key in _EVALUATION]:
+    if not conversion.evaluates:
+        conversion.ignore(["eval_steps"], "eval_strategy is not set")
+    if conversion.recipe["data"].get("eval"):
+        return
+    for key in [key for key in conversion.settings if key in _EVALUATION]:
         if conversion.take(key) in ("no", False):
             conversion.ignored[key] = "it is the default"
         else:

@@ -21,7 +21,7 @@ _COLUMNS = {
 _ROW_COLUMNS = {
     *("instruction", "input", "output", "system", "prompt", "completion", "label", "chosen", "rejected"),
 }
-"""Columns that a `type` of its own names, after `field_`."""
+"""Columns that a mapping as `type` names, after `field_`."""
 _PAIR_COLUMNS = {
     "argilla": {"prompt": "instruction", "chosen": "chosen_response", "rejected": "rejected_response"},
     "icr": {"prompt": "input"},
@@ -66,11 +66,9 @@ def _convert_own_sections(conversion: Conversion) -> None:
     section = conversion.take("trl", {})
     if not isinstance(section, dict):
         raise conversion.error("trl", f"must be a mapping, not {short_repr(section)}")
-    for key, value in section.items():
-        if key == "beta":
-            conversion.settings["rl_beta"] = value
-        else:
-            conversion.notes[f"trl.{key}"] = NO_COUNTERPART
+    if "beta" in section:
+        conversion.settings["rl_beta"] = section["beta"]
+    conversion.note_rest("trl", [key for key in section if key != "beta"])
     if (lowest := conversion.take_number("cosine_min_lr_ratio")) is not None:
         conversion.settings["lr_scheduler"] = "cosine_with_min_lr"
         conversion.settings["lr_scheduler_kwargs"] = {"min_lr_rate": lowest}
@@ -81,8 +79,11 @@ def _convert_sources(conversion: Conversion) -> None:
     choices: dict[str, bool | None] = {}
     train = []
     for name, entry in conversion.take_entries("datasets").items():
-        choices[name] = _trains_assistant_only(entry)
+        choices[name] = _take_assistant_only(entry)
         train.append(_source(conversion, name, entry))
+        if choices[name] is False:
+            problem = "all turns are trained. assistant_only_loss: true trains the assistant's alone"
+            conversion.notes[f"{name}.roles_to_train"] = f"{problem}, and other choices are not supported"
     for name, entry in conversion.take_entries("pretraining_dataset").items():
         columns = {"text": entry.pop("text_column", "text")}
         entry.pop("type", None)
@@ -91,40 +92,42 @@ def _convert_sources(conversion: Conversion) -> None:
         conversion.notes[name] = TRUNCATED
         if conversion.take("sample_packing") is True:
             conversion.notes["sample_packing"] = UNPACKED_STREAM
-        _note_rest(conversion, name, entry)
+        conversion.note_rest(name, entry)
     conversion.set_sources("train", train)
     kinds = {choice is None for choice in choices.values()}
     if len(kinds) > 1 and conversion.has_option("train.assistant_only_loss"):
         conversion.notes["datasets"] = MIXED_ROWS
     evaluation = []
     for name, entry in conversion.take_entries("test_datasets").items():
-        entry.pop("roles_to_train", None)
+        _take_assistant_only(entry)
         evaluation.append(_source(conversion, name, entry))
     conversion.set_sources("eval", evaluation)
     if conversion.settings.get("train_on_inputs") is not True:
         conversion.set_assistant_only_loss(choices)
 
 
-def _trains_assistant_only(entry: Tree) -> bool | None:
-    """Return whether the assistant's turns alone are trained, or None if the rows of a source are no conversations."""
-    form = entry.get("type")
-    is_chat = isinstance(form, str) and (form.startswith("chat_template") or form == "sharegpt")
-    if not is_chat:
+def _is_chat(form: object) -> bool:
+    """Return whether the rows of a `type` are conversations."""
+    return isinstance(form, str) and (form.startswith("chat_template") or form == "sharegpt")
+
+
+def _take_assistant_only(entry: Tree) -> bool | None:
+    """Remove `roles_to_train`, and return whether the assistant's turns alone are trained.
+
+    None is returned for a source whose rows are no conversations.
+    """
+    roles = entry.pop("roles_to_train", None) or ["assistant"]
+    if not _is_chat(entry.get("type")):
         return None
-    roles = entry.get("roles_to_train") or ["assistant"]
     return {*map(str, roles if isinstance(roles, list) else [roles])} <= _ASSISTANT
 
 
 def _source(conversion: Conversion, name: str, entry: Tree) -> Tree:
     """Return the source of an entry of `datasets`."""
-    trains_assistant_only = _trains_assistant_only(entry)
     source = take_source(conversion, name, entry)
     given = {ours: entry.pop(theirs, None) for theirs, ours in _COLUMNS.items()}
     columns = {ours: column for ours, column in given.items() if column}
     columns |= _convert_type(conversion, name, entry.pop("type", None))
-    if entry.pop("roles_to_train", None) and trains_assistant_only is False:
-        problem = "all turns are trained. assistant_only_loss: true trains the assistant's alone"
-        conversion.notes[f"{name}.roles_to_train"] = f"{problem}, and other choices are not supported"
     given = {"role": entry.pop("message_field_role", "role"), "content": entry.pop("message_field_content", "content")}
     mapping = entry.pop("message_property_mappings", given)
     if mapping and mapping not in _USUAL_MESSAGES:
@@ -133,7 +136,7 @@ def _source(conversion: Conversion, name: str, entry: Tree) -> Tree:
     for key, usual in (("ds_type", None), ("chat_template", "tokenizer_default"), ("train_on_eos", "turn")):
         if usual is None or entry.get(key) == usual:
             entry.pop(key, None)
-    _note_rest(conversion, name, entry)
+    conversion.note_rest(name, entry)
     return source | ({"columns": columns} if columns else {})
 
 
@@ -156,7 +159,7 @@ def _convert_type(conversion: Conversion, name: str, form: Any) -> dict[str, str
         conversion.set("train.apply_chat_template", True)
         conversion.ignored[f"{name}.type"] = "the chat template of the tokenizer is applied"
         return {"prompt": "input"}
-    if form.startswith("chat_template") or form == "sharegpt":
+    if _is_chat(form):
         return {}
     if form == "completion":
         conversion.notes[f"{name}.type"] = TRUNCATED
@@ -173,12 +176,6 @@ def _convert_type(conversion: Conversion, name: str, form: Any) -> dict[str, str
     problem = f"its format {form} is not applied. Name other columns in columns"
     conversion.notes[f"{name}.type"] = f"{problem}, and set apply_chat_template: true for a chat model"
     return {}
-
-
-def _note_rest(conversion: Conversion, name: str, entry: Tree) -> None:
-    """Note the keys of an entry that were not converted."""
-    for key in entry:
-        conversion.notes[f"{name}.{key}"] = NO_COUNTERPART
 
 
 def _convert_schedule(conversion: Conversion) -> None:
@@ -201,7 +198,7 @@ def _convert_schedule(conversion: Conversion) -> None:
         settings["eval_strategy"] = "steps"
     if has_rows_to_evaluate:
         settings.setdefault("eval_batch_size", settings.get("micro_batch_size", 1))
-        if settings.get("eval_strategy", "no") not in ("no", False):
+        if conversion.evaluates:
             conversion.set("train.eval_on_start", True)
     _convert_warmup(conversion)
 
@@ -210,9 +207,7 @@ def _convert_warmup(conversion: Conversion) -> None:
     """Convert the warmup, of which there is none after a `warmup_ratio` of 0 or with a constant learning rate."""
     settings = conversion.settings
     if settings.get("lr_scheduler") == "constant":
-        for key in [key for key in ("warmup_steps", "warmup_ratio") if key in settings]:
-            conversion.take(key)
-            conversion.ignored[key] = "the learning rate is constant"
+        conversion.ignore(["warmup_steps", "warmup_ratio"], "the learning rate is constant")
         settings["warmup_steps"] = 0
         return
     ratio = conversion.take_number("warmup_ratio")

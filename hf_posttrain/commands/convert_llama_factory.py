@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ..errors import InputError, short_repr
-from .conversion import MIXED_ROWS, NO_COUNTERPART, TRUNCATED, UNPACKED_STREAM, Conversion, Tree
+from .conversion import MIXED_ROWS, TRUNCATED, UNPACKED_STREAM, Conversion, Tree
 
 _INFO = "dataset_info.json"
 """File in which LLaMA-Factory describes its data sets."""
@@ -160,8 +160,7 @@ def _source(conversion: Conversion, name: str, folder: Path, entry: Tree | None)
     for key, supported in _TAGS.items():
         if (tag := tags.get(key)) and tag not in supported:
             conversion.notes[f"dataset {name}.tags.{key}"] = f"{tag} is not read. Rename it to {supported[0]}"
-    for key in rest:
-        conversion.notes[f"dataset {name}.{key}"] = NO_COUNTERPART
+    conversion.note_rest(f"dataset {name}", rest)
     return source | ({"columns": columns} if columns else {})
 
 

@@ -1,7 +1,7 @@
 """Conversion of the settings of TRL that depend on several keys."""
 
 from ..methods import METHODS
-from .conversion import NO_COUNTERPART, Conversion, take_source
+from .conversion import Conversion, take_source
 
 _SINGLE_DATASET = ("name", "config", "train_split", "test_split", "streaming")
 """Keys about the one data set, after `dataset_`, which TRL ignores if there are `datasets`."""
@@ -26,18 +26,17 @@ def _convert_sources(conversion: Conversion) -> None:
     """Set the data section: `datasets`, or `dataset_name` with its splits."""
     settings = conversion.settings
     if settings.get("datasets"):
-        for key in [f"dataset_{name}" for name in _SINGLE_DATASET if f"dataset_{name}" in settings]:
-            conversion.take(key)
-            conversion.ignored[key] = "datasets comes first"
+        conversion.ignore([f"dataset_{name}" for name in _SINGLE_DATASET], "datasets comes first")
     train = []
     for name, entry in conversion.take_entries("datasets").items():
         train.append(take_source(conversion, name, entry))
-        for key in entry:
-            conversion.notes[f"{name}.{key}"] = "set weights of the sources" if key == "fraction" else NO_COUNTERPART
+        if entry.pop("fraction", None) is not None:
+            conversion.notes[f"{name}.fraction"] = "set weights of the sources"
+        conversion.note_rest(name, entry)
     conversion.set_sources("train", train)
     path = settings.get("dataset_name")
     split = conversion.take("dataset_test_split")
-    if path and settings.get("eval_strategy", "no") != "no":
+    if path and conversion.evaluates:
         source = {"path": path, "name": settings.get("dataset_config"), "split": split or "test"}
         conversion.set_sources("eval", [{key: value for key, value in source.items() if value is not None}])
     elif split:

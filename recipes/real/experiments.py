@@ -205,7 +205,7 @@ def block(text: str) -> str:
 def changed_answers(lab: Lab, initial: Path, model: Path) -> float:
     """Return the share of the greedy answers to held-out problems that differ from those of the initial model."""
     options = ["--prompts", DATA / "sums_judge_heldout.jsonl", "--apply_chat_template", "--temperature", 0]
-    options += ["--max_completion_length", SUM_TOKENS]
+    options += ["--max_completion_length", SUM_TOKENS, "--limit", lab.limit(128)]
     texts = []
     for each in (initial, model):
         out = lab.home / "answers" / f"{each.name}_greedy.jsonl"

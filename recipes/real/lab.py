@@ -79,13 +79,14 @@ class Lab:
         """
         file = HERE / f"{recipe}.yaml"
         options = [*overrides, f"train.output_dir={self.home / name}"]
+        loaded = load_recipe(file)
         if self.fast and not full:
             options += FAST
-            lengths = {"max_completion_length", "eval_max_completion_length"} & {*load_recipe(file).train}
+            lengths = {"max_completion_length", "eval_max_completion_length"} & {*loaded.train}
             options += [f"train.{length}=8" for length in sorted(lengths)]
         options.append(f"train.bf16={str(self.bf16 if bf16 is None else bf16).lower()}")
         words = ["-m", "hf_posttrain.run", file, *options]
-        self.make(self.home / name, *words, recipe=load_recipe(file).to_dict(), logged=True, also=measured)
+        self.make(self.home / name, *words, recipe=loaded.to_dict(), logged=True, also=measured)
         return self.home / name
 
     def train_trl(self, name: str, seed: int) -> Path:

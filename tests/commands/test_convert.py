@@ -422,6 +422,9 @@ def test_rows_to_evaluate_on_of_trl(tmp_path):
     settings = {"model_name_or_path": "m", "dataset_name": "d", "eval_strategy": "epoch"}
     recipe, _, _ = convert_settings(tmp_path, "sft", **settings)
     assert recipe["data"]["eval"] == {"path": "d", "split": "test"}
+    recipe, notes, _ = convert_settings(tmp_path, "sft", **settings | {"eval_strategy": False})  # YAML's `no`
+    assert "eval" not in recipe["data"]
+    assert not notes
     settings = {"model_name_or_path": "m", "datasets": [{"path": "a"}, {"path": "b"}], "dataset_num_proc": 2}
     single = {"dataset_name": "unused", "dataset_config": "en", "dataset_test_split": "test", "dataset_streaming": True}
     recipe, notes, ignored = convert_settings(tmp_path, "sft", **settings, **single, eval_strategy="steps")
