@@ -1,8 +1,8 @@
 # An image with hf_posttrain and the tested versions of its dependencies.
 #     docker build -t hf_posttrain .                            for CPUs
 #     docker build -t hf_posttrain:cuda --build-arg DEVICE=cuda .    for NVIDIA GPUs: torch's wheels bring CUDA
-ARG PYTHON=3.12
-FROM python:${PYTHON}-slim-bookworm
+ARG BASE=python:3.12.12-slim-bookworm@sha256:593bd06efe90efa80dc4eee3948be7c0fde4134606dd40d8dd8dbcade98e669c
+FROM ${BASE}
 
 ARG DEVICE=cpu
 # index of torch's wheels for CPUs

@@ -43,6 +43,8 @@ def test_the_image_has_the_whole_package_and_a_user_of_its_own():
     assert dict(found)["ENTRYPOINT"] == '["hf-posttrain"]'
     installs = [rest for name, rest in found if name == "RUN" and "pip install" in rest]
     assert all("constraints.txt" in rest for rest in installs)
+    base = next(rest for name, rest in found if name == "ARG")
+    assert re.fullmatch(r"BASE=python:\d+\.\d+\.\d+-slim-\w+@sha256:[0-9a-f]{64}", base)
 
 
 def test_skypilot_starts_the_launcher(hub_home):
