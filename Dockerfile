@@ -21,16 +21,19 @@ RUN useradd --create-home --uid 1000 trainer \
     && chown trainer:trainer /workspace
 WORKDIR /opt/hf_posttrain
 
-# first the dependencies, which change less often than the code
+# First torch and the other dependencies, which change less often than the code. torch's index has other versions of
+# torch's dependencies, which the constraints replace afterwards.
 COPY constraints.txt setup.cfg pyproject.toml README.md ./
-RUN torch=$(grep '^torch==' constraints.txt) \
-    && if [ "$DEVICE" = cpu ]; then \
-         pip install "$torch" --index-url "$TORCH_INDEX"; \
-       elif [ "$DEVICE" = cuda ]; then \
-         pip install "$torch" liger-kernel -c constraints.txt; \
-       else \
-         echo "DEVICE must be cpu or cuda, not $DEVICE" >&2; exit 2; \
-       fi
+RUN if [ "$DEVICE" = cpu ]; then \
+      pip install "$(grep '^torch==' constraints.txt)" --index-url "$TORCH_INDEX"; \
+    elif [ "$DEVICE" = cuda ]; then \
+      pip install -c constraints.txt torch liger-kernel; \
+    else \
+      echo "DEVICE must be cpu or cuda, not $DEVICE" >&2; exit 2; \
+    fi
+RUN python -c "from configparser import ConfigParser as C; c = C(); c.read('setup.cfg'); e = c['options.extras_require']; \
+      print(c['options']['install_requires'], e['deepspeed'], e['quant'], sep='\n')" > /tmp/requirements.txt \
+    && pip install -c constraints.txt -r /tmp/requirements.txt
 
 COPY hf_posttrain hf_posttrain
 COPY recipes recipes

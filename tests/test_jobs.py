@@ -41,8 +41,11 @@ def test_the_image_has_the_whole_package_and_a_user_of_its_own():
     assert names.index("USER") > max(n for n, name in enumerate(names) if name == "RUN")
     assert dict(found)["USER"] == "1000:1000"
     assert dict(found)["ENTRYPOINT"] == '["hf-posttrain"]'
-    installs = [rest for name, rest in found if name == "RUN" and "pip install" in rest]
-    assert all("constraints.txt" in rest for rest in installs)
+    installs = [part for name, rest in found if name == "RUN" for part in re.findall(r"pip install [^;&]*", rest)]
+    first, *others = installs
+    assert first.startswith("pip install \"$(grep '^torch==' constraints.txt)\" ")
+    assert len(others) == 3
+    assert all("-c constraints.txt" in part for part in others)
     base = next(rest for name, rest in found if name == "ARG")
     assert re.fullmatch(r"BASE=python:\d+\.\d+\.\d+-slim-\w+@sha256:[0-9a-f]{64}", base)
 

@@ -18,7 +18,14 @@ from hf_posttrain.trainer.output_dir import write_json
 from recipes.real import experiments, make_data
 from recipes.real import lab as labs
 
-RECIPES = sorted(experiments.HERE.glob("*.yaml"))
+REPOSITORY = Path(__file__).parents[1]
+RECIPES = sorted((REPOSITORY / experiments.HERE).glob("*.yaml"))
+RESULTS = sorted((REPOSITORY / "docs/results").glob("*.json"))
+
+
+def test_there_are_recipes_and_results():
+    assert len(RECIPES) > 10
+    assert len(RESULTS) > 5
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -69,11 +76,11 @@ def test_a_table_has_means_and_standard_errors(tmp_path):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("path", sorted(Path("docs/results").glob("*.json")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
 def test_the_page_of_results_has_the_means_of_its_files(path, tmp_path):
     table = labs.Table(labs.Lab(tmp_path, [0]), path.stem)
     table.rows = json.loads(path.read_text(encoding="utf-8"))
-    page = Path("docs/results.md").read_text(encoding="utf-8")
+    page = (REPOSITORY / "docs/results.md").read_text(encoding="utf-8")
     assert "\n".join(line for line in table.render().splitlines() if line.startswith("|")) in page
 
 

@@ -1,5 +1,6 @@
 """The conversion of one file of another tool to a recipe, and the parts that several tools have in common."""
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any, NotRequired, TypedDict
 
 from ..errors import InputError, short_repr
 from ..recipe.fields import train_fields
+from ..trainer.renamed_options import RENAMED
 
 Tree = dict[str, Any]
 NO_COUNTERPART = "no counterpart"
@@ -73,14 +75,17 @@ class Conversion:
         return default if value is None else value
 
     def take_number(self, key: str) -> float | None:
-        """Remove a key whose value is a number, and return it, or None for a missing key."""
+        """Remove a key whose value is a finite number, and return it, or None for a missing key."""
         value = self.take(key)
         if value is None:
             return None
         try:
-            return float(value)
+            number = math.nan if isinstance(value, bool) else float(value)
         except (TypeError, ValueError):
-            raise self.error(key, f"must be a number, not {short_repr(value)}") from None
+            number = math.nan
+        if not math.isfinite(number):
+            raise self.error(key, f"must be a number, not {short_repr(value)}")
+        return number
 
     def take_names(self, key: str) -> list[str]:
         """Remove a key whose value is a list of names, or one text with commas between them, and return the names."""
@@ -127,6 +132,18 @@ class Conversion:
         for mapping in section if isinstance(section, list) else [section]:
             mapping[name] = value
 
+    def get(self, key: str) -> Any:
+        """Return the value of a dotted key of the recipe, or None."""
+        *sections, name = key.split(".")
+        section: Any = self.recipe
+        for part in sections:
+            section = section.get(part) if isinstance(section, dict) else None
+        return section.get(name) if isinstance(section, dict) else None
+
+    def target(self, key: str) -> str:
+        """Return the dotted key of the recipe that a key of the file becomes."""
+        return self.tool["keys"].get(key, f"train.{RENAMED.get(key, key)}")
+
     def set_sources(self, name: str, sources: list[Tree]) -> None:
         """Set `data.train` or `data.eval`."""
         if sources:
@@ -166,9 +183,18 @@ class Conversion:
             self.ignore([key for key in settings if _is_option_of_adapter(tool, key)], reason)
             return False
         self.recipe["model"]["lora"] = {}
-        for key, value in tool["adapter_defaults"].items():
-            settings.setdefault(key, value)
+        self.add_defaults(tool["adapter_defaults"])
         return True
+
+    def missing(self, defaults: Mapping[str, Any]) -> Tree:
+        """Return the defaults whose key of the recipe exists, and is not set in the file."""
+        given = {self.target(key) for key in self.settings}
+        targets = {key: self.target(key) for key in defaults}
+        return {key: defaults[key] for key, ours in targets.items() if ours not in given and self.has_option(ours)}
+
+    def add_defaults(self, defaults: Mapping[str, Any]) -> None:
+        """Add the defaults of the tool that the file does not set to the settings."""
+        self.settings |= self.missing(defaults)
 
     def set_target_modules(self) -> None:
         """Set the layers of a new adapter from `lora_target_modules`."""
@@ -192,6 +218,8 @@ def take_source(conversion: Conversion, name: str, entry: Tree) -> Tree:
     """
     source: Tree = {"path": entry.pop("path", None)}
     given = entry.pop("data_files", None)
+    if isinstance(given, dict):  # split -> files
+        given = given.get(entry.pop("split", None) or "train")
     files = given if isinstance(given, list) else [given] if given else []
     if not all(isinstance(file, str) for file in files):
         raise conversion.error(f"{name}.data_files", f"must be files, not {short_repr(given)}")

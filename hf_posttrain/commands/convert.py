@@ -14,7 +14,6 @@ import yaml
 from ..errors import InputError, short_repr
 from ..methods import METHODS
 from ..recipe.read import suggest_key
-from ..trainer.renamed_options import RENAMED
 from ..trainer.rules import drop_trl_defaults
 from . import convert_axolotl, convert_llama_factory, convert_trl
 from .conversion import NO_COUNTERPART, Conversion, Tool, Tree
@@ -53,9 +52,7 @@ def convert(file: Path, method: str | None) -> Conversion:
         conversion.take(named["key"])
     _convert_warmup(conversion)
     _drop_evaluation(conversion)
-    for key, value in conversion.tool["defaults"].items():
-        if conversion.has_option(conversion.tool["keys"].get(key, f"train.{key}")):
-            conversion.settings.setdefault(key, value)
+    conversion.add_defaults(conversion.tool["defaults"])
     for key in [*conversion.settings]:
         _convert_key(conversion, key)
     model = conversion.recipe["model"]
@@ -75,7 +72,7 @@ def _tables() -> dict[str, Tool]:
 
 
 def _read(file: Path) -> Tree:
-    """Return the settings of a file, without those that are null or an empty text."""
+    """Return the settings of a file, without those that are null or an empty text. Old names are replaced."""
     try:
         settings = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -85,6 +82,8 @@ def _read(file: Path) -> Tree:
     if not isinstance(settings, dict):
         raise InputError(f"--from: {file} must be a mapping of keys to values, not {short_repr(settings)}")
     given = {str(key): value for key, value in settings.items() if value is not None and value != ""}
+    if "evaluation_strategy" in given:
+        given.setdefault("eval_strategy", given.pop("evaluation_strategy"))
     return {key: _undo_yaml(key, value) for key, value in given.items()}
 
 
@@ -121,7 +120,7 @@ def _set_method(conversion: Conversion, method: str | None) -> None:
 def _drop_evaluation(conversion: Conversion) -> None:
     """Remove the options of evaluation that have no effect, or that require rows."""
     if not conversion.evaluates:
-        conversion.ignore(["eval_steps"], "eval_strategy is not set")
+        conversion.ignore(["eval_steps"], "there are no evaluations during training")
     if conversion.recipe["data"].get("eval"):
         return
     for key in [key for key in conversion.settings if key in _EVALUATION]:
@@ -134,9 +133,9 @@ def _drop_evaluation(conversion: Conversion) -> None:
 def _convert_warmup(conversion: Conversion) -> None:
     """Convert `warmup_ratio`, which `warmup_steps` above 0 replaces."""
     ratio = conversion.take_number("warmup_ratio")
-    if ratio and conversion.settings.get("warmup_steps"):
+    if ratio is not None and conversion.settings.get("warmup_steps"):
         conversion.ignored["warmup_ratio"] = "warmup_steps comes first"
-    elif ratio:
+    elif ratio is not None:
         conversion.settings["warmup_steps"] = ratio  # a value below 1 is a share of all steps
 
 
@@ -149,12 +148,16 @@ def _convert_key(conversion: Conversion, key: str) -> None:
         conversion.ignored[key] = tool["ignored"][key]
         return
     if new is None and key in tool["replaced"]:
-        conversion.notes[key] = tool["replaced"][key]
+        is_off = value is False or value in ([], {})
+        messages = conversion.ignored if is_off else conversion.notes
+        messages[key] = "it is off" if is_off else tool["replaced"][key]
         return
     if new is None:
-        new = {tool["keys"].get(key, f"train.{RENAMED.get(key, key)}"): value}
+        new = {conversion.target(key): value}
     for ours, setting in new.items():
-        if conversion.has_option(ours):
+        if conversion.get(ours) not in (None, setting):
+            conversion.notes[key] = f"{ours} is {short_repr(conversion.get(ours))}, by another key of the file"
+        elif conversion.has_option(ours):
             conversion.set(ours, setting)
         elif drop_trl_defaults({key: value}, ()):
             conversion.notes[key] = suggest_key(conversion.recipe["method"], ours) or NO_COUNTERPART

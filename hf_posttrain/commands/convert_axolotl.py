@@ -45,7 +45,7 @@ def prepare(conversion: Conversion) -> None:
     _convert_sources(conversion)
     _convert_schedule(conversion)
     _convert_trackers(conversion)
-    _convert_own_sections(conversion)
+    _convert_section_of_trl(conversion)
     if "hub_model_id" in conversion.settings:  # alone makes Axolotl push
         conversion.set("train.push_to_hub", True)
         conversion.set("train.hub_private_repo", True)
@@ -61,17 +61,16 @@ def prepare(conversion: Conversion) -> None:
         conversion.set_target_modules()
 
 
-def _convert_own_sections(conversion: Conversion) -> None:
-    """Convert the section `trl`, and the cosine schedule with a lowest rate."""
+def _convert_section_of_trl(conversion: Conversion) -> None:
+    """Convert the section `trl`, of which Axolotl reads `beta` alone without GRPO."""
     section = conversion.take("trl", {})
     if not isinstance(section, dict):
         raise conversion.error("trl", f"must be a mapping, not {short_repr(section)}")
     if "beta" in section:
         conversion.settings["rl_beta"] = section["beta"]
-    conversion.note_rest("trl", [key for key in section if key != "beta"])
-    if (lowest := conversion.take_number("cosine_min_lr_ratio")) is not None:
-        conversion.settings["lr_scheduler"] = "cosine_with_min_lr"
-        conversion.settings["lr_scheduler_kwargs"] = {"min_lr_rate": lowest}
+    for key in [key for key in section if key != "beta"]:
+        has_effect = conversion.has_option(f"train.{key}")
+        conversion.notes[f"trl.{key}"] = f"Axolotl uses it for GRPO alone{'. Set train.' + key if has_effect else ''}"
 
 
 def _convert_sources(conversion: Conversion) -> None:
@@ -179,7 +178,7 @@ def _convert_type(conversion: Conversion, name: str, form: Any) -> dict[str, str
 
 
 def _convert_schedule(conversion: Conversion) -> None:
-    """Convert the intervals of saves and evaluations, and the warmup."""
+    """Convert the intervals of saves and evaluations, and the learning rates."""
     settings = conversion.settings
     has_rows_to_evaluate = bool(conversion.recipe["data"].get("eval"))
     for word, every in [("saves", "save"), *([("evals", "eval")] if has_rows_to_evaluate else [])]:
@@ -200,21 +199,23 @@ def _convert_schedule(conversion: Conversion) -> None:
         settings.setdefault("eval_batch_size", settings.get("micro_batch_size", 1))
         if conversion.evaluates:
             conversion.set("train.eval_on_start", True)
-    _convert_warmup(conversion)
-
-
-def _convert_warmup(conversion: Conversion) -> None:
-    """Convert the warmup, of which there is none after a `warmup_ratio` of 0 or with a constant learning rate."""
-    settings = conversion.settings
     if settings.get("lr_scheduler") == "constant":
         conversion.ignore(["warmup_steps", "warmup_ratio"], "the learning rate is constant")
         settings["warmup_steps"] = 0
-        return
-    ratio = conversion.take_number("warmup_ratio")
-    if ratio is not None and "warmup_steps" in settings:
-        conversion.ignored["warmup_ratio"] = "warmup_steps comes first"
-    elif ratio is not None:
-        settings["warmup_steps"] = ratio  # a value below 1 is a share of all steps
+    elif "warmup_steps" in settings:
+        conversion.ignore(["warmup_ratio"], "warmup_steps comes first")
+    _convert_lowest_rate(conversion)
+
+
+def _convert_lowest_rate(conversion: Conversion) -> None:
+    """Convert `cosine_min_lr_ratio`, which the cosine schedule alone has, in place of `lr_scheduler_kwargs`."""
+    settings = conversion.settings
+    if settings.get("lr_scheduler", "cosine") != "cosine":
+        conversion.ignore(["cosine_min_lr_ratio"], "the learning rate has another schedule")
+    elif lowest := conversion.take_number("cosine_min_lr_ratio"):
+        conversion.ignore(["lr_scheduler_kwargs"], "cosine_min_lr_ratio comes first")
+        settings["lr_scheduler"] = "cosine_with_min_lr"
+        settings["lr_scheduler_kwargs"] = {"min_lr_rate": lowest}
 
 
 def _convert_trackers(conversion: Conversion) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ..errors import InputError, short_repr
-from .conversion import MIXED_ROWS, TRUNCATED, UNPACKED_STREAM, Conversion, Tree
+from .conversion import MIXED_ROWS, NO_COUNTERPART, TRUNCATED, UNPACKED_STREAM, Conversion, Tree
 
 _INFO = "dataset_info.json"
 """File in which LLaMA-Factory describes its data sets."""
@@ -19,6 +19,16 @@ _TAGS = {
     "function_tag": ("function_call",),
 }
 """Names in the messages of LLaMA-Factory -> the values that are read here."""
+_COLUMNS = {
+    *("prompt", "query", "response", "system", "tools", "messages", "chosen", "rejected", "kto_tag", "images"),
+}
+"""Names of columns that are read."""
+_UNREAD_COLUMNS = {
+    "history": "not supported. Write the earlier turns and the last one as messages",
+    "videos": "not supported",
+    "audios": "not supported",
+}
+"""Names of columns that are not read -> what to do."""
 _OWN_TEMPLATES = ("alpaca", "default", "vanilla")
 """Templates that are not those of a model."""
 
@@ -53,8 +63,7 @@ def _convert_earlier_adapters(conversion: Conversion) -> None:
 
 def _convert_adapter(conversion: Conversion) -> None:
     """Set the options of a new adapter."""
-    targets = conversion.take_names("lora_target")
-    conversion.settings["lora_target_modules"] = targets
+    conversion.settings["lora_target_modules"] = conversion.take_names("lora_target") or ["all"]
     conversion.set_target_modules()
     if modules := conversion.take_names("additional_target"):
         conversion.set("model.lora.modules_to_save", modules)
@@ -149,13 +158,13 @@ def _source(conversion: Conversion, name: str, folder: Path, entry: Tree | None)
             source[ours] = value
     rest.pop("ranking", None)  # follows from the columns
     rest.pop("formatting", None)
-    theirs = rest.pop("columns", None) or {}
+    given = {key: column for key, column in (rest.pop("columns", None) or {}).items() if column}
+    theirs = {key: column for key, column in given.items() if key in _COLUMNS}
+    for key in [key for key in given if key not in theirs]:
+        conversion.notes[f"dataset {name}.columns.{key}"] = _UNREAD_COLUMNS.get(key, NO_COUNTERPART)
     if "images" in theirs:
         conversion.set("model.images", True)
     columns = _columns(theirs, is_chat=bool(_is_chat(entry)))
-    for kind in ("videos", "audios"):
-        if columns.pop(kind, None):
-            conversion.notes[f"dataset {name}.columns.{kind}"] = "not supported"
     tags = rest.pop("tags", None) or {}
     for key, supported in _TAGS.items():
         if (tag := tags.get(key)) and tag not in supported:
@@ -169,7 +178,7 @@ def _columns(theirs: Mapping[str, str], is_chat: bool) -> dict[str, str]:
     names = {"prompt": "instruction", "query": "input", "response": "output", "kto_tag": "label"}
     if "prompt" in theirs and not theirs.keys() & {"response", "chosen", "kto_tag"}:
         names["prompt"] = "text"  # of pretraining
-    columns = {names.get(key, key): column for key, column in theirs.items() if column}
+    columns = {names.get(key, key): column for key, column in theirs.items()}
     if is_chat and columns.get("messages") == "conversations":
         del columns["messages"]  # both names are read
     return {ours: column for ours, column in columns.items() if ours != column}

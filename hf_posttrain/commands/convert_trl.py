@@ -5,8 +5,12 @@ from .conversion import Conversion, take_source
 
 _SINGLE_DATASET = ("name", "config", "train_split", "test_split", "streaming")
 """Keys about the one data set, after `dataset_`, which TRL ignores if there are `datasets`."""
-_GKD_DEFAULTS = {"lmbda": 0.5, "temperature": 0.9, "beta": 0.5, "max_new_tokens": 128}
-"""Defaults of TRL's GKDConfig that differ from those here."""
+_GKD_ON_DATA = {"beta": 0.5, "disable_dropout": True}
+"""Defaults of TRL's GKDConfig that differ from those of distillation on data."""
+_GKD_ON_SAMPLES = {"lmbda": 0.5, "temperature": 0.9, "beta": 0.5, "max_new_tokens": 128}
+"""Defaults of TRL's GKDConfig that differ from those of on-policy distillation."""
+_GKD_ONLY = {"max_new_tokens", "seq_kd"}
+"""Options that GKDConfig has, and TRL's other Configs of distillation do not have."""
 
 
 def prepare(conversion: Conversion) -> None:
@@ -44,12 +48,31 @@ def _convert_sources(conversion: Conversion) -> None:
 
 
 def _convert_distillation(conversion: Conversion) -> None:
-    """Set the divergence from `beta`, whose ends are the two directions of the KL divergence, and note defaults."""
+    """Set the options of the loss and of the sampling.
+
+    TRL trains with the teacher alone. The ends of `beta` are the two directions of the KL divergence. The temperature
+    of GKD is that of sampling, and that of other trainers also divides the logits of the loss, as here.
+    """
     settings = conversion.settings
-    options = {key: conversion.tool["keys"].get(key, f"train.{key}") for key in _GKD_DEFAULTS}
-    missing = [key for key in _GKD_DEFAULTS if key not in settings and conversion.has_option(options[key])]
-    if missing:
-        values = ", ".join(f"{key} {_GKD_DEFAULTS[key]}" for key in missing)
+    is_gkd = bool(settings.keys() & _GKD_ONLY)
+    is_sampled = conversion.has_option("train.lmbda")
+    if conversion.has_option("train.kd_coef"):
+        conversion.set("train.kd_coef", 1.0)
+    if not is_sampled:
+        conversion.ignore(["max_new_tokens", "max_completion_length"], "nothing is sampled")
+        if conversion.take_number("lmbda"):
+            sampled = next(name for name, row in METHODS.items() if row.second == "teacher" and row.rows.sampled)
+            conversion.notes["lmbda"] = f"answers are not sampled. Use the method {sampled}"
+    if is_gkd and not is_sampled:
+        conversion.ignore(["temperature"], "GKD uses it for sampling alone")
+    elif settings.get("temperature", 1) != 1 and "max_completion_length" not in settings:
+        problem = "it also divides the logits of the loss, as in DistillationTrainer"
+        conversion.notes["temperature"] = f"{problem}. For GKD, which uses it for sampling alone, set temperature: 1"
+    defaults = _GKD_ON_SAMPLES if is_sampled else _GKD_ON_DATA
+    if is_gkd:
+        conversion.add_defaults(defaults)
+    elif missing := conversion.missing(defaults):
+        values = ", ".join(f"{key} {value}" for key, value in missing.items())
         problem = f"not set in the file. GKDConfig has {values}, and other trainers have other defaults"
         conversion.notes[", ".join(missing)] = f"{problem}. Set those of your trainer"
     ends = {0.0: "forward_kl", 1.0: "reverse_kl"}

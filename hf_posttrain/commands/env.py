@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -21,9 +22,10 @@ VARIABLES = (
     *("ACCELERATE_", "CUDA_", "HF_", "NCCL_", "OMP_", "PYTORCH_", "TOKENIZERS_", "TORCH_", "TRITON_"),
     *("TRACKIO_", "WANDB_"),
 )
-"""Beginnings of the names of environment variables that are printed."""
-SECRETS = {"TOKEN", "KEY", "PASSWORD", "SECRET", "WEBHOOK"}
-"""Words in the names of variables whose values are not printed."""
+"""Beginnings of the names of environment variables that are listed."""
+_SECRET_NAME = re.compile("TOKEN(?!IZER)|KEY|PASS|SECRET|WEBHOOK|HEADER|PROXY|AUTH|CRED|NOTES")
+_HARMLESS_VALUE = re.compile(r"https?://[\w.-]+(:\d+)?/?|(?!\w+://)[\w.,:/^+-]*")
+"""Values that are printed: hosts, numbers, words, paths and lists of them."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(
         prog="hf-posttrain env",
         description="Print versions, devices and settings, for the report of a bug.",
-        epilog="Values of variables such as HF_TOKEN, and URLs with a user or a query, are not printed.",
+        epilog="Values of HF_TOKEN and similar names, and URLs with a path or a user, are not printed.",
     )
     parser.parse_args(argv)
     facts = [*_system(), *_packages(), *_devices(), *_settings()]
@@ -80,8 +82,8 @@ def _settings() -> Iterator[tuple[str, str]]:
     """Yield the environment variables that change a run, and the file of `accelerate config` if there is one."""
     for name, value in sorted(os.environ.items()):
         if name.startswith(VARIABLES):
-            has_secret = "://" in value and any(sign in value for sign in "@?")  # a user, or a query with a token
-            yield name, "(set)" if has_secret or SECRETS & {*name.split("_")} else value
+            is_shown = _HARMLESS_VALUE.fullmatch(value) and not _SECRET_NAME.search(name)
+            yield name, value if is_shown else "(set)"
     from accelerate.commands.config.config_args import default_config_file
 
     if Path(default_config_file).is_file():

@@ -292,7 +292,7 @@ def _train_section(
         options["save_steps"] = (0.25, "checkpoints after this share of all steps")
     options["save_total_limit"] = (2, "number of checkpoints to keep")
     options["logging_steps"] = (defaults["logging_steps"], f"{', '.join(method.key_metrics)}, and more")
-    options["report_to"] = ("none", "or wandb, or tensorboard")
+    options["report_to"] = ("none", "or wandb, trackio or tensorboard")
     options["seed"] = (42, "the same seed repeats the run")
     return options
 

@@ -76,10 +76,10 @@ def reporter_places(args: TrainingArguments) -> dict[str, str]:
     if (run := _wandb_run()) is not None:
         places["W&B"] = run.url or f"wandb sync {Path(run.dir).parent}"
     if (run := _trackio_run()) is not None:
-        space = args.trackio_space_id
-        places["trackio"] = (
-            f"https://huggingface.co/spaces/{space}" if space else f"trackio show --project {run.project}"
-        )
+        context = sys.modules["trackio"].context_vars
+        space, server = context.current_space_id.get(), context.current_server.get()
+        url = f"https://huggingface.co/spaces/{space}" if space else server
+        places["trackio"] = url or f"trackio show --project {run.project}"
     if "tensorboard" in (args.report_to or ()):
         folder = os.environ.get("TENSORBOARD_LOGGING_DIR") or f"{args.output_dir}/runs"
         places["TensorBoard"] = f"tensorboard --logdir {folder}"

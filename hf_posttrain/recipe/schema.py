@@ -17,7 +17,7 @@ from ..trainer.config import PostTrainConfig
 from ..trainer.method_spec import Method
 from ..trainer.option_group import OptionGroup
 from ..trainer.renamed_options import old_names
-from ..trainer.rules import COMPILE_MODES, REPORTER_PACKAGES
+from ..trainer.rules import COMPILE_MODES, REPORTER_PACKAGES, trl_values_without_effect
 from .fields import Field, choices, fields_of, lora_fields, train_fields, union_members
 from .sections import Recipe
 
@@ -148,9 +148,13 @@ def _train(method: Method, shared: Mapping[str, Schema]) -> Schema:
         if shared.get(name) == option:
             options[name] = {"$ref": f"#/definitions/train/properties/{name}"}
     options |= _old_names(method.groups, options)
-    # null removes an option of another method
     others = {name for other in METHODS for name in train_fields(other)}
-    options |= {name: _NULL | _HIDDEN for name in sorted(others - options.keys())}
+    accepted = trl_values_without_effect(method.config_name)
+    for name in sorted((others | accepted.keys()) - options.keys()):
+        values = [value for value in accepted.get(name, ()) if value is not None]
+        # null removes an option of another method
+        null = [None] if name in others or None in accepted[name] else []
+        options[name] = ({"enum": [*values, *null]} if values else _NULL) | _HIDDEN
     return section
 
 
@@ -229,6 +233,7 @@ def _group(group: OptionGroup, option: Schema) -> Schema:
     """
     kept = {key: option[key] for key in ("default", "description") if key in option}
     kinds = []
+    names = []  # kinds without required options
     for name, kind in group.kinds.items():
         schema = _section(kind)
         if group.selector:
@@ -236,9 +241,10 @@ def _group(group: OptionGroup, option: Schema) -> Schema:
             is_default = not group.optional and name == next(iter(group.kinds))
             schema["required"] = [*([] if is_default else [group.selector]), *schema.get("required", ())]
         kinds.append(schema)
-    names = [{"enum": [*group.kinds]}] if group.selector else []
+        if {*schema.get("required", ())} <= {group.selector}:
+            names.append(name)
     text = {"type": "string", "pattern": r"^\s*\{"}  # a mapping of the command line
-    return _any_of([*names, *kinds, text, _NULL]) | kept
+    return _any_of([*([{"enum": names}] if group.selector else []), *kinds, text, _NULL]) | kept
 
 
 def _help(kind: type) -> dict[str, str]:

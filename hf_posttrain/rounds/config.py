@@ -99,8 +99,8 @@ class RoundsSection:
 
 def expand_rounds(value: Any) -> Any:
     """Return the mappings for the short forms `rounds: 3` and `judge: exact_match`, and other values unchanged."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return {"count": value}
+    if isinstance(value, int | float) and not isinstance(value, bool) and float(value).is_integer():
+        return {"count": int(value)}
     if isinstance(value, Mapping) and "judge" in value:
         return {**value, "judge": expand_judge(value["judge"])}
     return value

@@ -404,13 +404,25 @@ def drop_trl_defaults(options: Mapping[str, Any], valid_names: Collection[str], 
         valid_names: Names of the options that this package has, which are kept.
         owner: As in `replacement_hint`.
     """
+    without_effect = trl_values_without_effect(owner)
     remaining = {}
     for name, value in options.items():
-        entry = None if name in valid_names else _trl_compat().get(name)
-        no_effect = entry.get(owner, entry).get("same", ()) if isinstance(entry, dict) else ()
-        if not any(value == default and type(value) is type(default) for default in no_effect):  # False == 0
+        accepted = () if name in valid_names else without_effect.get(name, ())
+        if not any(
+            value == each and isinstance(value, bool) == isinstance(each, bool) for each in accepted
+        ):  # False == 0
             remaining[name] = value
     return remaining
+
+
+def trl_values_without_effect(owner: str = "") -> dict[str, list[Any]]:
+    """Return the values that are accepted for options of TRL that this package lacks, because they have no effect.
+
+    Args:
+        owner: As in `replacement_hint`.
+    """
+    entries = {name: entry.get(owner, entry) for name, entry in _trl_compat().items() if isinstance(entry, dict)}
+    return {name: entry["same"] for name, entry in entries.items() if "same" in entry}
 
 
 def checked_keywords(function: str, kwargs: Mapping[str, Any], valid_names: Collection[str]) -> dict[str, Any]:

@@ -363,7 +363,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the experiments that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="EXPERIMENT", help=f"{', '.join(EXPERIMENTS)} (default: all)")
-    parser.add_argument("--seeds", type=int, nargs="+", help="default: 0 1 2 for prune and on_policy, 0 for others")
+    help_seeds = "seeds of the tables (default: 0 1 2 for prune and on_policy, 0 for others)"
+    parser.add_argument("--seeds", type=int, nargs="+", help=help_seeds)
     parser.add_argument("--output", type=Path, help="default: outputs/real, with --fast outputs/real_fast")
     parser.add_argument("--fast", action="store_true", help="two steps of each run")
     arguments = parser.parse_args(argv)

@@ -92,7 +92,8 @@ class Lab:
     def train_trl(self, name: str, seed: int) -> Path:
         """Return the folder of a run of trl_lora.py."""
         options = ["--seed", seed, *(["--bf16"] if self.bf16 else []), *(["--max_steps", 2] if self.fast else [])]
-        self.make(self.home / name, "-m", "recipes.real.trl_lora", self.home / name, *options, logged=True)
+        words = ["-m", "recipes.real.trl_lora", self.home / name, *options]
+        self.make(self.home / name, *words, recipe=load_recipe(HERE / "gsm8k_lora.yaml").to_dict(), logged=True)
         return self.home / name
 
     def write(self, command: str, *words: object, out: Path) -> Path:

@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shlex
 import subprocess
 from pathlib import Path
 from sysconfig import get_path
@@ -16,6 +18,7 @@ from hf_posttrain import run
 from hf_posttrain.commands import card
 from hf_posttrain.errors import InputError
 
+DOCS = Path(__file__).parents[2] / "docs"
 ROWS = [
     {"prompt": f"<s>{n // 2}+1=", "completion": "2" * (3_000 if n == 0 else 1), "score": n / 4, "stopped": n != 0,
      "completion_ids": [5, 6], "messages": [{"role": "user", "content": "1+1=" * 501}]}
@@ -112,18 +115,22 @@ def test_a_card_is_not_overwritten(tmp_path):
     assert (tmp_path / "README.md").read_text() == "mine"
 
 
+UPLOADS = re.findall(r"^hf (upload .*)$", (DOCS / "reference/recipes.md").read_text(encoding="utf-8"), re.MULTILINE)
+
+
 @pytest.mark.slow
-def test_rows_and_their_card_are_uploaded_by_the_client_of_the_hub(tmp_path):
-    file = write_rows(tmp_path / "rows" / "answers.jsonl")
+@pytest.mark.parametrize("line", UPLOADS)
+def test_the_commands_of_the_page_upload_rows_and_their_card(line, tmp_path):
+    _, name, folder, *_ = words = shlex.split(line)
+    file = write_rows(tmp_path / folder / "answers.jsonl")
     assert card.main([str(file)]) == 0
     with HubServer() as hub:
         changed = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": hub.url, "HF_TOKEN": "hf_test", "HF_HUB_DISABLE_XET": "1"}
         client = Path(get_path("scripts"), "hf")
         done = subprocess.run(
-            [client, "upload", "someone/rows", file.parent, "--repo-type", "dataset"],
-            env=os.environ | changed, capture_output=True, text=True, check=False,
-        )  # fmt: skip
+            [client, *words], cwd=tmp_path, env=os.environ | changed, capture_output=True, text=True, check=False
+        )
     assert done.returncode == 0, done.stderr[-3000:]
     assert hub.created[0]["type"] == "dataset"
-    files = hub.commits["someone/rows"]
+    files = hub.commits[name]
     assert {name: (file.parent / name).read_bytes() for name in ("answers.jsonl", "README.md")} == files

@@ -84,6 +84,11 @@ QUARTERS = {"save_strategy": "steps", "save_steps": 0.25}
             {"cosine_min_lr_ratio": 0.1},
             {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}},
         ),
+        (
+            {"cosine_min_lr_ratio": 0.1, "lr_scheduler_kwargs": {"num_cycles": 2}},
+            {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}},
+        ),
+        ({"cosine_min_lr_ratio": 0.1, "lr_scheduler": "linear"}, {"lr_scheduler_type": "linear"}),
         ({"warmup_ratio": 0.1, "warmup_steps": 7}, {"warmup_steps": 7}),
         ({"warmup_steps": 0}, {"warmup_steps": 0}),
         (
@@ -261,6 +266,10 @@ def test_sections_and_columns_of_axolotl(tmp_path):
     assert not convert_axolotl(tmp_path, datasets=entries)[1]
     assert [*convert_axolotl(tmp_path, datasets=[*entries, {"path": "b"}])[1]] == ["datasets"]
     assert convert_axolotl(tmp_path, bf16=True)[0]["model"]["dtype"] == "bfloat16"
+    recipe, notes, _ = convert_axolotl(tmp_path, rl="dpo", trl={"sync_ref_model": True, "num_generations": 4})
+    assert notes["trl.sync_ref_model"] == "Axolotl uses it for GRPO alone. Set train.sync_ref_model"
+    assert notes["trl.num_generations"] == "Axolotl uses it for GRPO alone"
+    assert convert_axolotl(tmp_path, processor_type="AutoProcessor")[0]["model"]["images"] is True
 
 
 def test_plugins_of_axolotl(tmp_path):
@@ -324,6 +333,16 @@ def test_options_of_the_rows_of_llama_factory(tmp_path):
     assert recipe["model"]["images"] is True
     assert recipe["data"]["train"]["columns"] == {"images": "pictures"}
     assert [*notes] == ["dataset rows.columns.videos"]
+    columns = {"prompt": "q", "response": "a", "history": "earlier", "tones": "t"}
+    recipe, notes, _ = convert_llama_factory(tmp_path, {"file_name": "x.json", "columns": columns})
+    assert recipe["data"]["train"]["columns"] == {"instruction": "q", "output": "a"}
+    assert {*notes} == {"dataset rows.columns.history", "dataset rows.columns.tones"}
+    recipe, notes, ignored = convert_llama_factory(
+        tmp_path, freeze_vision_tower=False, shift_attn=False, use_unsloth=True
+    )
+    assert recipe["train"]["train_vision"] is True
+    assert ignored["shift_attn"] == "it is off"
+    assert [*notes] == ["use_unsloth"]
     recipe, notes, _ = convert_llama_factory(tmp_path, adapter_name_or_path="a, b")
     assert recipe["model"]["adapter"] == "b"  # after the others are merged
     assert [*notes] == ["adapter_name_or_path"]
@@ -334,6 +353,8 @@ def test_options_of_the_rows_of_llama_factory(tmp_path):
     recipe, notes, _ = convert_llama_factory(tmp_path, stage="pt", streaming=True)
     assert "packing" not in recipe["train"]
     assert "packing" in notes
+    recipe, _, ignored = convert_llama_factory(tmp_path, eval_dataset="rows", evaluation_strategy="steps", eval_steps=5)
+    assert recipe["train"]["eval_steps"] == 5
     recipe, _, ignored = convert_llama_factory(tmp_path, eval_dataset="rows", eval_steps=5, enable_thinking=False)
     assert "eval_steps" in ignored
     assert recipe["train"]["chat_template_kwargs"] == {"enable_thinking": False}
@@ -365,7 +386,32 @@ def test_divergence_of_trl(beta, train, tmp_path):
     assert recipe["train"] == train
     assert [*notes] == ["lmbda, temperature, max_new_tokens"]  # defaults of TRL that differ
     name = train.pop("loss_type")
-    assert convert_settings(tmp_path, "kd", **settings)[0]["train"] == train | {"divergence": name}
+    recipe, notes, _ = convert_settings(tmp_path, "kd", **settings)
+    assert recipe["train"] == train | {"divergence": name, "kd_coef": 1.0}
+    assert [*notes] == ["disable_dropout"]
+
+
+def test_temperature_and_defaults_of_gkd(tmp_path):
+    settings = {"model_name_or_path": "m", "dataset_name": "d", "teacher_model_name_or_path": "t", "temperature": 0.9}
+    gkd = settings | {"lmbda": 0.0, "max_new_tokens": 64}
+    recipe, notes, ignored = convert_settings(tmp_path, "kd", **gkd)
+    assert recipe["train"] == {"kd_coef": 1.0, "divergence": "jsd", "beta": 0.5, "disable_dropout": True}
+    assert [*notes] == []
+    assert {*ignored} == {"temperature", "max_new_tokens"}
+    assert [*convert_settings(tmp_path, "kd", **gkd | {"lmbda": 0.5})[1]] == ["lmbda"]
+    recipe, notes, _ = convert_settings(tmp_path, "opd", **gkd)
+    assert recipe["train"]["temperature"] == 0.9
+    assert [*notes] == ["temperature"]
+    _, notes, _ = convert_settings(tmp_path, "opd", **settings, max_completion_length=64)
+    assert [*notes] == ["lmbda, beta"]  # not set, and the trainer is not known
+
+
+def test_defaults_of_trl_do_not_replace_other_names(tmp_path):
+    settings = {"model_name_or_path": "m", "dataset_name": "d"}
+    assert convert_settings(tmp_path, "sft", **settings, torch_dtype="bfloat16")[0]["model"]["dtype"] == "bfloat16"
+    recipe, notes, _ = convert_settings(tmp_path, "sft", **settings, dtype="float32", torch_dtype="bfloat16")
+    assert recipe["model"]["dtype"] == "float32"
+    assert notes == {"torch_dtype": "model.dtype is 'float32', by another key of the file"}
 
 
 def test_names_of_trl_that_are_renamed(tmp_path):
@@ -395,14 +441,14 @@ def test_vllm_of_trl(settings, sampler, tmp_path):
     assert not [key for key in notes if "vllm" in key]
 
 
-WRONG = [3, "text", ["text"], [3], {"a": 1}, [{"a": 1}], True]
+WRONG = [3, "text", ["text"], [3], {"a": 1}, [{"a": 1}], True, float("inf"), float("nan")]
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_values_of_a_wrong_type_are_converted_or_rejected(file, tmp_path):
     """Each value of an example, and of its data sets, is replaced by values of other types."""
     settings = yaml.safe_load(file.read_text(encoding="utf-8"))
-    keys = [*settings, "warmup_ratio", "saves_per_epoch", "pretraining_dataset"]
+    keys = [*settings, "warmup_ratio", "saves_per_epoch", "pretraining_dataset", "max_samples", "lora_rank"]
     changed = [settings | {key: value} for key in keys for value in WRONG]
     for key, entries in settings.items():
         if isinstance(entries, list) and isinstance(entries[0], dict):
@@ -415,6 +461,8 @@ def test_values_of_a_wrong_type_are_converted_or_rejected(file, tmp_path):
         except InputError as error:
             errors.append(str(error))
     assert 0 < len(errors) < len(changed)
+    with pytest.raises(InputError, match=r"max_samples must be a number, not True$"):
+        convert_llama_factory(tmp_path, max_samples=True)
     assert all(error.startswith("--from: ") for error in errors)
 
 
@@ -425,6 +473,11 @@ def test_rows_to_evaluate_on_of_trl(tmp_path):
     recipe, notes, _ = convert_settings(tmp_path, "sft", **settings | {"eval_strategy": False})  # YAML's `no`
     assert "eval" not in recipe["data"]
     assert not notes
+    old = {"evaluation_strategy": "steps", "eval_steps": 5, "dataset_test_split": "validation"}
+    recipe, notes, _ = convert_settings(tmp_path, "sft", model_name_or_path="m", dataset_name="d", **old)
+    assert recipe["data"]["eval"] == {"path": "d", "split": "validation"}
+    assert recipe["train"] == {"eval_strategy": "steps", "eval_steps": 5}
+    assert not notes
     settings = {"model_name_or_path": "m", "datasets": [{"path": "a"}, {"path": "b"}], "dataset_num_proc": 2}
     single = {"dataset_name": "unused", "dataset_config": "en", "dataset_test_split": "test", "dataset_streaming": True}
     recipe, notes, ignored = convert_settings(tmp_path, "sft", **settings, **single, eval_strategy="steps")
@@ -432,6 +485,14 @@ def test_rows_to_evaluate_on_of_trl(tmp_path):
     assert recipe["train"] == {"dataset_num_proc": 2}
     assert {*ignored} == {*single}
     assert [*notes] == ["eval_strategy"]
+
+
+def test_files_of_a_split_of_trl(tmp_path):
+    files = {"train": "x.jsonl", "extra": ["y.jsonl", "z.jsonl"]}
+    entries = [{"path": "json", "data_files": files}, {"path": "json", "data_files": files, "split": "extra"}]
+    recipe, notes, _ = convert_settings(tmp_path, "sft", model_name_or_path="m", datasets=entries)
+    assert recipe["data"]["train"] == [{"path": "x.jsonl"}, {"path": "y.jsonl"}]
+    assert [*notes] == ["datasets[1].data_files"]
 
 
 def test_columns_of_a_prompt_format_are_those_of_the_rows(tmp_path):

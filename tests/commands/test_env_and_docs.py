@@ -15,13 +15,21 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 def test_versions_devices_and_settings_are_printed(capsys, monkeypatch):
-    monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    monkeypatch.setenv("TRACKIO_SERVER_URL", "http://host:7860/?write_token=secret")
-    monkeypatch.setenv("TRACKIO_WEBHOOK_URL", "https://hooks.example/secret")
-    monkeypatch.setenv("WANDB_API_KEY_FILE", "secret")
-    monkeypatch.setenv("HF_ENDPOINT", "https://me:secret@mirror.example")
-    monkeypatch.setenv("HF_MIRROR", "https://mirror.example")
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    hidden = {
+        "HF_TOKEN": "hf_secret", "TRACKIO_SERVER_URL": "http://host:7860/?write_token=secret",
+        "TRACKIO_OTHER_URL": "http://host:7860/#write_token=secret", "WANDB_API_KEY_FILE": "secret",
+        "TRACKIO_WEBHOOK_URL": "https://hooks.example/secret", "HF_ENDPOINT": "https://me:secret@mirror.example",
+        "WANDB_X_EXTRA_HTTP_HEADERS": '{"Authorization": "Bearer secret"}', "WANDB_X_OTHER": "Bearer secret",
+        "WANDB_HTTP_PROXY": "user:secret", "WANDB_NOTES": "secret", "HF_PASSPHRASE": "secret",
+        "HF_MIRROR_WITH_PATH": "https://mirror.example/secret/simple", "HF_ACCESSTOKEN": "secret",
+    }  # fmt: skip
+    shown = {
+        "HF_MIRROR": "https://mirror.example", "OMP_NUM_THREADS": "3", "HF_HOME": "/data/hub", "WANDB_MODE": "offline",
+        "TOKENIZERS_PARALLELISM": "false", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,max_split_size_mb:128",
+        "CUDA_VISIBLE_DEVICES": "0,1", "NCCL_SOCKET_IFNAME": "^lo,docker0", "TORCH_LOGS": "+dynamo",
+    }  # fmt: skip
+    for name, value in (hidden | shown).items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr(env, "TESTED", {"torch": version("torch").partition("+")[0], "transformers": "5.1.0"})
     assert run.main(["env"]) == 0
     page = capsys.readouterr().out
@@ -29,10 +37,8 @@ def test_versions_devices_and_settings_are_printed(capsys, monkeypatch):
     assert facts["hf_posttrain"] == __version__
     assert facts["torch"] == version("torch")
     assert facts["transformers"] == f"{version('transformers')} (tested with 5.1.0)"
-    assert facts["OMP_NUM_THREADS"] == "3"
-    assert facts["HF_MIRROR"] == "https://mirror.example"
-    for name in ("HF_TOKEN", "TRACKIO_SERVER_URL", "TRACKIO_WEBHOOK_URL", "WANDB_API_KEY_FILE", "HF_ENDPOINT"):
-        assert facts[name] == "(set)"
+    assert facts.items() >= shown.items()
+    assert {facts[name] for name in hidden} == {"(set)"}
     assert "secret" not in page
     assert facts["trl"] == (version("trl") if find_spec("trl") else "not installed")
     assert any(name.startswith("GPU") for name in facts)

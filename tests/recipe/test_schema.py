@@ -18,6 +18,7 @@ from hf_posttrain.recipe.fields import train_fields, union_members
 from hf_posttrain.recipe.read import load_recipe
 from hf_posttrain.recipe.schema import recipe_schema
 from hf_posttrain.recipe.yaml_tree import read_tree, write_tree
+from hf_posttrain.trainer.rules import trl_values_without_effect
 
 REPOSITORY = Path(__file__).parents[2]
 FOLDERS = [REPOSITORY / "recipes" / folder for folder in (".", "tiny", "real")]
@@ -76,6 +77,20 @@ def test_each_method_has_its_own_options(validator):
     assert validator.is_valid(recipe | {"method": "sft", "train": {"beta": None}})
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_values_of_trl_that_have_no_effect_are_valid(method, validator, tmp_path):
+    recipe = {"method": method, "model": {"name_or_path": "m"}, "data": {"train": {"path": "f"}}}
+    recipe |= {"teacher": {"name_or_path": "t"}} if METHODS[method].second == "teacher" else {}
+    tested = 0
+    for name, values in trl_values_without_effect(METHODS[method].config_name).items():
+        for value in () if name in train_fields(method) else values:
+            changed = recipe | {"train": {"output_dir": "o", name: value}}
+            assert verdict(changed, tmp_path / "recipe.yaml") == (True, "")
+            assert validator.is_valid(changed), (name, value)
+            tested += 1
+    assert tested > 40
+
+
 def mutants(seed, count):
     """Yield recipes with a changed value, an additional or misspelled key, or without a key."""
     draw = random.Random(seed)
@@ -91,11 +106,14 @@ def mutants(seed, count):
         while (inner := [value for value in section.values() if isinstance(value, dict)]) and draw.random() < 0.7:
             section = draw.choice(inner)
         key = draw.choice([*section])
-        change = draw.choice(("value", "value", "value", "option", "option", "name", "missing"))
+        change = draw.choice(("value", "value", "value", "option", "option", "trl", "name", "missing"))
         if change == "value":
             section[key] = draw.choice(VALUES)
         elif change == "option":
             tree.setdefault("train", {})[draw.choice(options[tree["method"]])] = draw.choice(VALUES)
+        elif change == "trl":
+            name, values = draw.choice([*trl_values_without_effect(METHODS[tree["method"]].config_name).items()])
+            tree.setdefault("train", {})[name] = draw.choice([*values, *values, *VALUES])
         elif change == "name":
             section[draw.choice((f"{key}s", "colour", key.upper()))] = section.pop(key)
         else:

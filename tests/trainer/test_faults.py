@@ -10,6 +10,7 @@ import subprocess
 import sys
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import peft
 import pytest
@@ -334,6 +335,23 @@ def test_trackio_holds_recipe_and_rows_and_goes_on_with_the_run(tmp_path):
     assert (name, int(logs) < int(more)) == (again, True)  # the same run, with the logs of both
     assert config.startswith("{'method': 'sft'} 13 rows (")
     assert "places {'trackio': 'trackio show --project" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("space", "server", "place"),
+    [
+        (None, None, "trackio show --project p"),
+        ("me/space", "me/space", "https://huggingface.co/spaces/me/space"),
+        (None, "http://host:7860/", "http://host:7860/"),
+    ],
+)
+def test_the_place_of_trackio_is_its_space_or_server(space, server, place, monkeypatch):
+    """By a stand-in, since a Space needs the network. trackio's own code sets these variables in `init`."""
+    variables = {"current_run": SimpleNamespace(project="p"), "current_space_id": space, "current_server": server}
+    getters = {name: SimpleNamespace(get=lambda value=value: value) for name, value in variables.items()}
+    context = SimpleNamespace(**getters)
+    monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(context_vars=context))
+    assert reporter_places(SimpleNamespace(report_to=["trackio"])) == {"trackio": place}
 
 
 # ---- code in checkpoints
