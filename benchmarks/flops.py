@@ -7,10 +7,12 @@ implementation does beyond that (a prompt twice, padding, logits that nobody rea
 
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+
+from .setting import PAIRED
 
 
 @dataclass(frozen=True)
@@ -45,9 +47,11 @@ def of_row(costs: Costs, method: str, row: dict[str, Any], cached: bool) -> floa
     """FLOPs that a prepared row is worth; `completion` (a number) stands for the length of an OPD rollout."""
     prompt = len(row["prompt_ids"])
     second = 0 if cached else 1
-    if method == "dpo":
+    if method in PAIRED:
         answers = len(row["chosen_ids"]), len(row["rejected_ids"])
-        return (costs.backward + second) * costs.forward(prompt, *answers)
+        reference = second if method == "dpo" else 0
+        costs = replace(costs, logit=0.0) if method == "rm" else costs
+        return (costs.backward + reference) * costs.forward(prompt, *answers)
     own = row["completion"] if method == "opd" else len(row["completion_ids"])
     trained = costs.backward * costs.forward(prompt, own)
     if method == "kto":

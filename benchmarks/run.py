@@ -29,6 +29,8 @@ GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
 CASES = {
     "sft": ("sft", "sft-packed"),
     "dpo": ("dpo", "dpo-cached"),
+    "cpo": ("cpo",),
+    "rm": ("rm",),
     "kto": ("kto", "kto-cached"),
     "kd": ("kd", "kd-cached"),
     "opd": ("opd",),

@@ -101,7 +101,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 SPECIALS = ["<|endoftext|>", "<|pad|>"]
 PLAIN = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
 """A chat template that adds nothing but the end: the same tokens as prompt and completion as strings."""
-FILES = {"dpo": "preference.jsonl", "kto": "unpaired.jsonl"}
+PAIRED = ("dpo", "cpo", "rm")
+"""Methods whose rows have two answers."""
+FILES = {"kto": "unpaired.jsonl"} | dict.fromkeys(PAIRED, "preference.jsonl")
 """The others read train.jsonl."""
 Row = dict[str, Any]
 
@@ -115,9 +117,9 @@ def read_rows(data: Path, method: str, count: int, shots: int = 0, answers: int 
     Raises SystemExit where there are too few rows.
     """
     rows = _plain_rows(data, method, count)
-    solved = [row["prompt"] + row["chosen" if method == "dpo" else "completion"] + "\n\n" for row in rows]
+    column = "chosen" if method in PAIRED else "completion"
+    solved = [row["prompt"] + row[column] + "\n\n" for row in rows]
     texts = ["".join(solved[(n + 1 + k) % len(rows)] for k in range(shots)) for n in range(len(rows))]
-    column = "chosen" if method == "dpo" else "completion"
     more = ["".join("\n" + rows[(n + k) % len(rows)][column] for k in range(1, answers)) for n in range(len(rows))]
     columns = [name for name in ("completion", "chosen", "rejected") if name in rows[0]]
     return [
@@ -140,7 +142,7 @@ def _plain_rows(data: Path, method: str, count: int) -> list[Row]:
 
 
 def _row(method: str, number: int, prompt: str, answer: str, other: str) -> Row:
-    if method == "dpo":
+    if method in PAIRED:
         return {"prompt": prompt, "chosen": answer, "rejected": other}
     if method == "kto":
         return {"prompt": prompt, "completion": other if number % 2 else answer, "label": number % 2 == 0}
@@ -148,8 +150,9 @@ def _row(method: str, number: int, prompt: str, answer: str, other: str) -> Row:
 
 
 def _columns(method: str) -> tuple[str, ...]:
-    columns = {"dpo": ("prompt", "chosen", "rejected"), "kto": ("prompt", "completion", "label")}
-    return columns.get(method, ("question", "answer"))
+    if method in PAIRED:
+        return "prompt", "chosen", "rejected"
+    return ("prompt", "completion", "label") if method == "kto" else ("question", "answer")
 
 
 def _lines(file: Path) -> Iterator[Row]:
@@ -196,20 +199,29 @@ def configured(shape: str, vocabulary: int) -> Any:
 
 
 def build_model(spec: Row, seed: int) -> Any:
-    """The model of `write_model` with random weights from a seed. spec: folder, device, dtype, attention."""
-    from transformers import AutoConfig
+    """Return the model of `write_model` with random weights from a seed. For `rm` it has a score layer.
 
+    spec: method, folder, device, dtype, attention.
+    """
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    if spec["method"] == "rm":
+        config = AutoConfig.from_pretrained(spec["folder"], num_labels=1)
+        return random_model(config, spec, seed, AutoModelForSequenceClassification)
     return random_model(AutoConfig.from_pretrained(spec["folder"]), spec, seed)
 
 
-def random_model(config: Any, spec: Row, seed: int = 0) -> Any:
-    """A causal LM with random weights, the same for every caller with this seed. spec: device, dtype, attention."""
+def random_model(config: Any, spec: Row, seed: int = 0, kind: Any = None) -> Any:
+    """Return a model with random weights, the same for every caller with this seed. spec: device, dtype, attention.
+
+    kind: the auto class, by default that of causal LMs.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
     with torch.device(spec["device"]):
-        return AutoModelForCausalLM.from_config(
+        return (kind or AutoModelForCausalLM).from_config(
             config, dtype=getattr(torch, spec["dtype"]), attn_implementation=spec["attention"]
         )
 

@@ -46,6 +46,11 @@ def row_options(spec: dict[str, Any]) -> dict[str, Any]:
     return options | ({"packing": True} if spec["variant"] == "packed" else {})
 
 
+def class_prefix(method: str) -> str:
+    """Return how the names of the Config and the trainer of a method begin."""
+    return "Reward" if method == "rm" else method.upper()
+
+
 def lora(spec: dict[str, Any]) -> dict[str, Any]:
     """The adapter that both sides train, on request."""
     import peft
@@ -71,7 +76,7 @@ def ours(spec: dict[str, Any], rows: list[dict], **given: Any) -> Any:
         given["teacher_model"] = build_model(spec, seed=1)
     if method == "kd" and spec["variant"] == "cached":
         options |= {"teacher": {"precompute": True}}  # its hidden states, before the steps that are measured
-    config, trainer = (getattr(hf_posttrain, method.upper() + kind) for kind in ("Config", "Trainer"))
+    config, trainer = (getattr(hf_posttrain, class_prefix(method) + kind) for kind in ("Config", "Trainer"))
     args = config(**common(spec), activation_checkpointing=spec.get("checkpointing", False), **options)
     built = trainer(args=args, train_dataset=datasets.Dataset.from_list(rows), **given, **lora(spec))
     if method == "opd":
@@ -82,10 +87,10 @@ def ours(spec: dict[str, Any], rows: list[dict], **given: Any) -> Any:
 def trl(spec: dict[str, Any], rows: list[dict], **given: Any) -> Any:
     """TRL's trainer for it: its fused head is the default, its activation checkpointing is turned off."""
     import trl
-    from trl.experimental import gkd
+    from trl.experimental import cpo, gkd
 
     method = spec["method"]
-    name = spec["method"].upper()
+    name = class_prefix(method)
     longest = spec.get("new_tokens", NEW_TOKENS)
     module: Any = trl
     options = row_options(spec)
@@ -101,6 +106,8 @@ def trl(spec: dict[str, Any], rows: list[dict], **given: Any) -> Any:
         given["model"].generation_config.eos_token_id = ends(given["model"].config.vocab_size)
         name = "Distillation"
         options = {"max_completion_length": longest, "beta": 1.0, "shuffle_dataset": False}
+    elif method == "cpo":
+        module = cpo
     elif method in ("dpo", "kto") and spec["variant"] != "cached" and not spec["lora"]:
         given["ref_model"] = build_model(spec, seed=0)  # it would load the reference by name
     if spec["compile"]:

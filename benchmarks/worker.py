@@ -19,7 +19,7 @@ from hf_posttrain.scoring import forward
 from hf_posttrain.scoring.attention_selection import disable_cudnn_attention
 
 from . import flops
-from .setting import build_model
+from .setting import PAIRED, build_model
 from .sides import SIDES
 
 GB = 2**30
@@ -28,11 +28,12 @@ HALF_TOLERANCE = 1e-3
 """Relative, of the first loss to the plain computation: in float32, and in bf16. With random weights targets that are
 shifted by one change the loss by 1.3e-3 or more, and bf16 by 2e-4."""
 PREFERENCE_TOLERANCE = 2e-2
-"""The same of DPO and KTO in bf16, whose losses depend on sums over an answer."""
+"""The same of preferences in bf16, whose losses depend on sums over an answer."""
 PACKED_TOLERANCE = 5e-2
 """The same for packed rows of the other side, whose first step holds other rows."""
 ANSWERS = ("completion", "chosen", "rejected")
-ANSWER_IDS = ("completion_ids", "chosen_ids", "rejected_ids")
+CPO_BETA = 0.1
+"""Default of both sides."""
 Document = tuple[list[int], list[int]]
 """The token ids of a prompt and of its answer."""
 
@@ -52,7 +53,7 @@ class Clock(TrainerCallback):
         self.first_loss: torch.Tensor | None = None
 
     def watch(self, trainer: Any) -> None:
-        """Count the tokens of each micro-batch on its way to the loss."""
+        """Count the tokens of each micro-batch on its way to the loss, and keep the first loss."""
         compute = trainer.compute_loss
 
         def counting(model: Any, inputs: dict, *args: Any, **kwargs: Any) -> Any:
@@ -79,11 +80,12 @@ class Clock(TrainerCallback):
         return self.ends[self.steps] - self.ends[self.warm_up]
 
 
-def trained_tokens(batch: dict[str, Any]) -> torch.Tensor:
-    """The number of tokens that the loss of this batch is over, on its device."""
+def trained_tokens(batch: dict[str, Any]) -> torch.Tensor | int:
+    """The number of tokens that the loss of this batch is over, on its device. It is 0 for a batch without labels."""
     if "completion_mask" in batch:
         return batch["completion_mask"].sum()
-    return (batch["shift_labels" if "shift_labels" in batch else "labels"] != -100).sum()
+    names = ["shift_labels"] if "shift_labels" in batch else [name for name in batch if name.endswith("labels")]
+    return sum((batch[name] != -100).sum() for name in names)
 
 
 def measure(spec: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -118,6 +120,9 @@ def measure(spec: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
         expected = plain_loss(spec, first_batch(spec, trainer, rows, tokenizer))
     assert clock.first_loss is not None
     tokens = int(clock.tokens)
+    if spec["method"] == "rm":  # whose batches have no labels
+        trained = prompts_and_answers(rows[spec["batch"] * clock.warm_up :], tokenizer)
+        tokens = sum(len(answer) for _, answer in trained)
     first_loss = clock.first_loss.item()
     check_first_loss(spec, first_loss, expected)
     count = spec["batch"] * (clock.steps - clock.warm_up)
@@ -151,7 +156,7 @@ def check_first_loss(spec: dict[str, Any], found: float, expected: float | None)
     half = spec["bf16"] or spec["dtype"] == "bfloat16"
     tolerance = TOLERANCE
     if half:
-        tolerance = PREFERENCE_TOLERANCE if spec["method"] in ("dpo", "kto") else HALF_TOLERANCE
+        tolerance = PREFERENCE_TOLERANCE if spec["method"] in (*PAIRED, "kto") else HALF_TOLERANCE
     if spec["variant"] == "packed" and spec["side"] != "ours":
         tolerance = PACKED_TOLERANCE
     right = math.isfinite(found) if expected is None else abs(found - expected) <= tolerance * abs(expected)
@@ -184,30 +189,47 @@ def plain_loss(spec: dict[str, Any], documents: list[Document]) -> float | None:
     for prompt, answer in documents:
         ids = torch.tensor([[*prompt, *answer]], device=spec["device"])
         with torch.autocast(spec["device"], torch.bfloat16, enabled=spec["bf16"]):
-            logits = [model(input_ids=ids).logits[0, len(prompt) - 1 : -1] for model in models]
-        log_probs = [torch.log_softmax(each.float(), dim=-1) for each in logits]
+            logits = [model(input_ids=ids).logits[0] for model in models]
+        if method == "rm":  # the score of the last token
+            values.append(logits[0].float())
+            continue
+        log_probs = [torch.log_softmax(each[len(prompt) - 1 : -1].float(), dim=-1) for each in logits]
         if method == "kd":
             student, teacher = log_probs
             values.append((teacher.exp() * (teacher - student)).sum(-1))
         else:
             values.append(-log_probs[0].gather(-1, ids[0, len(prompt) :, None])[:, 0])
+    if method == "rm":
+        return pair_loss(values, scale=1.0)
+    if method == "cpo":
+        # TRL averages over all tokens, and CPOTrainer here over the answers (docs/reference/cpo.md)
+        chosen = values[::2] if spec["side"] == "trl" else [value.mean()[None] for value in values[::2]]
+        return pair_loss([-value.sum() for value in values], scale=CPO_BETA) + torch.cat(chosen).mean().item()
     return torch.cat(values).mean().item()
 
 
+def pair_loss(values: list[torch.Tensor], scale: float) -> float:
+    """Return the mean of -log sigmoid(scale (chosen - rejected)). values: of chosen and rejected answers in turn."""
+    pairs = zip(values[::2], values[1::2], strict=True)
+    losses = [-torch.nn.functional.logsigmoid(scale * (chosen - rejected)) for chosen, rejected in pairs]
+    return torch.stack(losses).mean().item()
+
+
 def prompts_and_answers(rows: list[dict[str, Any]], tokenizer: Any) -> list[Document]:
-    """The token ids of each row's prompt and answer; of a plain text the prompt is the first token."""
-    return [prompt_and_answer(row, tokenizer) for row in rows]
+    """Return the token ids of the prompt and answer of each row. A row with two answers gives two documents.
 
-
-def prompt_and_answer(row: dict[str, Any], tokenizer: Any) -> Document:
-    """The token ids of a row's prompt and answer; of a pair of answers the longer one."""
-    if "prompt_ids" in row:
-        return row["prompt_ids"], max((row[name] for name in row if name in ANSWER_IDS), key=len)
-    if "text" in row:
-        ids = tokenizer(row["text"]).input_ids
-        return ids[:1], [*ids[1:], tokenizer.eos_token_id]
-    answer = max((tokenizer(row[name]).input_ids for name in row if name in ANSWERS), key=len)
-    return tokenizer(row["prompt"]).input_ids, [*answer, tokenizer.eos_token_id]
+    The prompt of a plain text is its first token.
+    """
+    found = []
+    for row in rows:
+        if "text" in row:
+            ids = tokenizer(row["text"]).input_ids
+            found.append((ids[:1], [*ids[1:], tokenizer.eos_token_id]))
+            continue
+        answers = [tokenizer(row[name]).input_ids for name in ANSWERS if name in row]
+        prompt = tokenizer(row["prompt"]).input_ids
+        found += [(prompt, [*answer, tokenizer.eos_token_id]) for answer in answers]
+    return found
 
 
 def useful_flops(costs: flops.Costs, spec: dict[str, Any], rows: Any, rollout: int) -> float:

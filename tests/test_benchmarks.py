@@ -29,6 +29,8 @@ def test_useful_flops():
     assert flops.of_row(costs, "opd", row, cached=False) == 5 * one
     assert flops.of_row(costs, "dpo", pair, cached=True) == 3 * costs.forward(10, 4, 4)
     assert flops.of_row(costs, "dpo", pair, cached=False) == 4 * costs.forward(10, 4, 4)
+    assert flops.of_row(costs, "cpo", pair, cached=False) == 3 * costs.forward(10, 4, 4)
+    assert flops.of_row(costs, "rm", pair, cached=False) == 3 * (costs.forward(10, 4, 4) - 2000 * 8)
     other = costs.forward(0, 6, context=10)
     assert flops.of_row(costs, "kto", row, cached=True) == 3 * one + other
     assert flops.Costs.of(CONFIG, 5000, lora=True).backward == 2
@@ -143,6 +145,24 @@ def test_a_run_is_measured_after_its_warm_up_and_says_how_it_was_laid_out(tmp_pa
     assert found["first_loss"] == pytest.approx(found["expected_loss"], rel=1e-5)
     with pytest.raises(SystemExit, match="give more --rows"):
         worker.measure(spec | {"warm_up": 4}, rows)
+
+
+@pytest.mark.parametrize("method", ["cpo", "rm"])
+def test_the_first_loss_of_pairs_is_the_plain_one(method, tmp_path):
+    rows = [{"question": f" what is {n}?", "answer": f" that is {n}" + " a number" * (n % 3)} for n in range(16)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    setting.write_model(tmp_path, tmp_path / "rows.jsonl", "tiny", 300)
+    spec = {"folder": str(tmp_path), "device": "cpu", "dtype": "float32", "attention": "sdpa", "batch": 4,
+            "bf16": False, "variant": "", "max_length": 64, "side": "ours", "method": method, "lora": False,
+            "liger": False, "compile": False}  # fmt: skip
+    pairs = setting.read_rows(tmp_path / "rows.jsonl", method, 16)
+    found = worker.measure(spec, pairs)
+    documents = worker.prompts_and_answers(pairs[4:], transformers.AutoTokenizer.from_pretrained(tmp_path))
+    assert found["tokens"] == sum(len(answer) for _, answer in documents)
+    assert found["first_loss"] == pytest.approx(found["expected_loss"], rel=1e-5)
+    swapped = [pair | {"chosen": pair["rejected"], "rejected": pair["chosen"]} for pair in pairs]
+    with pytest.raises(RuntimeError, match="the plain computation gives"):
+        worker.check_first_loss(spec, worker.measure(spec, swapped)["first_loss"], found["expected_loss"])
 
 
 @pytest.mark.slow
