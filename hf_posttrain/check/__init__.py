@@ -188,6 +188,8 @@ def check(
     notes_logger.disabled = True  # the page reports the same
     try:
         rows, raw = prepare_data(recipe, trainer_class, tokenizer, config)
+        engine = placement.engine_from_file(config_file) if config_file else placement.engine_from_config(config)
+        disable_unneeded_checkpointing(recipe, config, trainer_class, rows, engine, memory_gib)
         level = logger.level
         logger.setLevel(logging.WARNING)  # the page reports what the trainer would log about the models
         try:
@@ -198,8 +200,6 @@ def check(
         with error_context(recipe.where("train.output_dir")):
             check_folder(policy, str(config.output_dir), config.merge_lora)
         check_resumption(recipe, config, trainer_class, rows["train"], policy, checks_hardware)
-        engine = placement.engine_from_file(config_file) if config_file else placement.engine_from_config(config)
-        disable_unneeded_checkpointing(recipe, config, trainer_class, rows, engine, memory_gib)
         estimate = memory.estimate(recipe, config, trainer_class, rows, engine, memory_gib)
         probed = probe.probe(recipe, tokenizer, peft_config, rows["train"]) if with_probe else None
         if probed is not None and config_file is None:  # the estimate is for the step of the probe

@@ -16,6 +16,7 @@ from .memory import GIB, estimate
 from .placement import Engine, engine_from_config
 
 logger = logging.getLogger(__name__)
+_NAMES = ("activation_checkpointing", "gradient_checkpointing")
 MAX_MEMORY_SHARE = 0.7
 """Largest share of a device's memory that the estimate may need without checkpointing."""
 
@@ -30,7 +31,8 @@ def disable_unneeded_checkpointing(
 ) -> None:
     """Switch activation checkpointing off on a device that has room for all activations, unless the recipe sets it.
 
-    Checkpointing costs a third more compute, and gives the same numbers. All ranks call it.
+    Checkpointing costs a third more compute, and gives the same numbers. It is also switched off for an aLoRA, which
+    PEFT cannot train with it. All ranks call it.
 
     Args:
         recipe: The recipe.
@@ -40,9 +42,12 @@ def disable_unneeded_checkpointing(
         engine: Engine in place of this run's.
         memory_gib: Memory of a device in GiB, in place of this machine's.
     """
-    names = ("activation_checkpointing", "gradient_checkpointing")
-    options = {*names, *(f"{name}_kwargs" for name in names)}
+    options = {*_NAMES, *(f"{name}_kwargs" for name in _NAMES)}
     if options & recipe.train.keys() or not isinstance(rows["train"], datasets.Dataset):
+        return
+    if (recipe.model.lora or {}).get("alora_invocation_tokens"):
+        _disable_checkpointing(config)
+        logger.info("activation_checkpointing: off (it cannot be combined with alora_invocation_tokens)")
         return
     if load_skeleton(recipe.model).config.get_text_config()._attn_implementation == "eager":
         return  # eager attention saves scores of tokens by tokens, which the estimate does not count
@@ -51,19 +56,27 @@ def disable_unneeded_checkpointing(
     without.activation_checkpointing = False
     try:
         needed = estimate(recipe, without, trainer_class, rows, engine, memory_gib, with_advice=False)
+        unknown = "; ".join(needed.notes)
     except ValueError as error:  # an architecture that cannot be counted
-        logger.info("activation_checkpointing: on (the memory that the run needs without it is unknown: %s)", error)
+        unknown = str(error)
+    if unknown:
+        logger.info("activation_checkpointing: on (the memory that the run needs without it is unknown: %s)", unknown)
         return
     # on CPU, freed memory may stay with the process, and all processes may be on this machine
     total = needed.total if engine.gpu else (needed.process or needed.total) * engine.processes
-    enough = not needed.notes and total <= MAX_MEMORY_SHARE * (needed.available or 0)
+    enough = total <= MAX_MEMORY_SHARE * (needed.available or 0)
     [enough] = broadcast_object_list([enough])
     if enough:
-        vars(config).update(dict.fromkeys(names, False))
-        config.snapshot_options()  # both values are valid: the trainer does not check all options again
+        _disable_checkpointing(config)
     logger.info(
         "activation_checkpointing: %s (without it the run needs about %.1f of %.1f GiB)",
         "off" if enough else "on",
         total / GIB,
         (needed.available or 0) / GIB,
     )
+
+
+def _disable_checkpointing(config: PostTrainConfig) -> None:
+    """Set both names of the option. The trainer does not check all options again, since both values are valid."""
+    vars(config).update(dict.fromkeys(_NAMES, False))
+    config.snapshot_options()
