@@ -27,6 +27,7 @@ from ..methods.rules import REFERENCE_FREE_LOSSES
 from ..models.config import ModelSection
 from ..monitoring.symptoms import as_list
 from ..recipe.sections import Recipe
+from ..report.callbacks import MAX_NEW_TOKENS, NUM_SAMPLES
 from ..rollouts.options import PolicySamplerOptions, VLLMColocateOptions
 from ..rounds.judges.config import MODEL_JUDGES
 from ..rounds.sample_and_judge import chunk_size
@@ -226,7 +227,11 @@ class Run:
         if self.rows.get("eval") is not None:
             batch = self.batch("eval", config.per_device_eval_batch_size)
             phases["evaluation"] = between_steps | {"activations": self.inference(self.policy, batch)}
-        if isinstance(getattr(rounds or config, "sampler", None), PolicySamplerOptions):
+        is_sampled = isinstance(getattr(rounds or config, "sampler", None), PolicySamplerOptions)
+        has_samples = self.trainer_class.method.head != "score" and (not engine.shards or is_sampled)
+        if has_samples and (packed := self.packed_weights(NUM_SAMPLES)):
+            phases["sample answers"] = between_steps | {"activations": packed + self.sample_answers()}
+        if is_sampled:
             gathered = policy["parameters"] + self.policy.weights.numbers * (2 if self.mixed else 4) * engine.shards
             phases["generation"] = sampling | {"parameters": gathered}
             phases["generation"]["activations"] = self.generation(sum(phases["generation"].values()))
@@ -363,11 +368,19 @@ class Run:
         step = cache // len(policy.layers) + LOGIT_BYTES * count * len(policy.head)
         prompts = -(-count // options.num_generations)
         images = sum(policy.image_bytes(self.train)) * prompts // self.train_rows
-        packed = 0
-        if not self.engine.gpu and not self.mixed and count >= MIN_PACKED_ROWS:
-            layers = packable_layers(policy.inner)
-            packed = packed_bytes(layers, self.available or psutil.virtual_memory().available, self.engine.processes)
-        return cache + packed + max(step, policy.layer(prompts * length) + images)
+        return cache + self.packed_weights(count) + max(step, policy.layer(prompts * length) + images)
+
+    def packed_weights(self, count: int) -> int:
+        """Return the bytes of weights that are packed on CPU for the decoding of `count` answers."""
+        if self.engine.gpu or self.mixed or count < MIN_PACKED_ROWS:
+            return 0
+        layers = packable_layers(self.policy.inner)
+        return packed_bytes(layers, self.available or psutil.virtual_memory().available, self.engine.processes)
+
+    def sample_answers(self) -> int:
+        """Return the bytes of the cache and the logits of the sample answers for the report."""
+        tokens = NUM_SAMPLES * (self.longest_prompt() + MAX_NEW_TOKENS)
+        return self.policy.cache * tokens // self.policy.tokens + LOGIT_BYTES * NUM_SAMPLES * len(self.policy.head)
 
 
 def head_bytes(

@@ -50,6 +50,7 @@ from hf_posttrain.models.load import load_model
 from hf_posttrain.recipe import build
 from hf_posttrain.recipe.datasets import prepare_data
 from hf_posttrain.recipe.read import load_recipe
+from hf_posttrain.scoring.cpu import packable_layers
 from hf_posttrain.scoring.layouts import Branch, Example, collate
 
 ROOT = Path(__file__).parents[2]
@@ -451,6 +452,17 @@ def test_estimate_and_measured_peak(name, tmp_path):
     measured = int(line.split()[1]) * 1024
     print(f"{name}: estimated {estimated / 2**30:.3f} GiB, measured {measured / 2**30:.3f}")
     assert estimated == pytest.approx(measured, rel=0.15)
+
+
+def test_packed_weights_of_sample_answers_are_counted_in_float32(tmp_path):
+    """On CPU. MKL's copies are larger than the weights."""
+    path = write_recipe(tmp_path, "lora")
+    found = memory.estimate(*prepared(path))
+    layers = packable_layers(load_model(load_recipe(path).model))
+    weights = sum(layer.weight.nbytes for layer in layers)
+    assert found.phases["sample answers"] > found.parameters + found.other + weights
+    assert "sample answers" not in memory.estimate(*prepared(path, "train.bf16=true")).phases
+    assert "sample answers" not in memory.estimate(*prepared(path), Engine("single", gpu=True), 80).phases
 
 
 @pytest.mark.parametrize(("section", "stays"), [({"count": 1}, False), ({"steps": 1}, True)], ids=["rounds", "online"])
