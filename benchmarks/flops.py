@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from hf_posttrain.methods import METHODS
+
 from .setting import PAIRED
 
 
@@ -49,7 +51,7 @@ def of_row(costs: Costs, method: str, row: dict[str, Any], cached: bool) -> floa
     second = 0 if cached else 1
     if method in PAIRED:
         answers = len(row["chosen_ids"]), len(row["rejected_ids"])
-        reference = second if method == "dpo" else 0
+        reference = second if METHODS[method].second == "reference" else 0
         costs = replace(costs, logit=0.0) if method == "rm" else costs
         return (costs.backward + reference) * costs.forward(prompt, *answers)
     own = row["completion"] if method == "opd" else len(row["completion_ids"])

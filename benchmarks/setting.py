@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hf_posttrain.methods import METHODS
+
 if TYPE_CHECKING:
     from hf_posttrain.batching.micro_batch import MicroBatch
 
@@ -101,7 +103,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 SPECIALS = ["<|endoftext|>", "<|pad|>"]
 PLAIN = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
 """A chat template that adds nothing but the end: the same tokens as prompt and completion as strings."""
-PAIRED = ("dpo", "cpo", "rm")
+PAIRED = tuple(name for name, method in METHODS.items() if method.rows.paired)
 """Methods whose rows have two answers."""
 FILES = {"kto": "unpaired.jsonl"} | dict.fromkeys(PAIRED, "preference.jsonl")
 """The others read train.jsonl."""

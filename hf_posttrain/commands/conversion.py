@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
 from ..errors import InputError, short_repr
+from ..methods import METHODS
 from ..recipe.fields import train_fields
 from ..trainer.renamed_options import RENAMED
 
@@ -80,10 +81,10 @@ class Conversion:
         if value is None:
             return None
         try:
-            number = math.nan if isinstance(value, bool) else float(value)
+            number = float(value)
         except (TypeError, ValueError):
             number = math.nan
-        if not math.isfinite(number):
+        if isinstance(value, bool) or not math.isfinite(number):
             raise self.error(key, f"must be a number, not {short_repr(value)}")
         return number
 
@@ -206,6 +207,11 @@ class Conversion:
         elif self.settings.get("lora_target_linear") is not True:
             problem = f"in {self.tool['title']}, PEFT chooses layers by the model. Here all linear ones are used"
             self.notes["lora_target_modules"] = problem
+
+
+def distillation_method(sampled: bool) -> str:
+    """Return the method with a teacher, on answers that the student samples or on data."""
+    return next(name for name, row in METHODS.items() if row.second == "teacher" and row.rows.sampled is sampled)
 
 
 def take_source(conversion: Conversion, name: str, entry: Tree) -> Tree:

@@ -148,9 +148,10 @@ def _convert_key(conversion: Conversion, key: str) -> None:
         conversion.ignored[key] = tool["ignored"][key]
         return
     if new is None and key in tool["replaced"]:
-        is_off = value is False or value in ([], {})
-        messages = conversion.ignored if is_off else conversion.notes
-        messages[key] = "it is off" if is_off else tool["replaced"][key]
+        if value is False or value in ([], {}):
+            conversion.ignored[key] = "it is off"
+        else:
+            conversion.notes[key] = tool["replaced"][key]
         return
     if new is None:
         new = {conversion.target(key): value}

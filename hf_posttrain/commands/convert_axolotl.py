@@ -5,7 +5,16 @@ from typing import Any
 from ..data.row_schema import PREFERENCE
 from ..errors import short_repr
 from ..methods import METHODS
-from .conversion import MIXED_ROWS, NO_COUNTERPART, TRUNCATED, UNPACKED_STREAM, Conversion, Tree, take_source
+from .conversion import (
+    MIXED_ROWS,
+    NO_COUNTERPART,
+    TRUNCATED,
+    UNPACKED_STREAM,
+    Conversion,
+    Tree,
+    distillation_method,
+    take_source,
+)
 
 _ASSISTANT = {"assistant", "gpt", "model"}
 """Names of the role whose turns `assistant_only_loss` trains."""
@@ -51,8 +60,8 @@ def prepare(conversion: Conversion) -> None:
         conversion.set("train.hub_private_repo", True)
     plugins = conversion.take_names("plugins")
     if any(plugin.endswith("KDPlugin") for plugin in plugins):
-        distillation = next(name for name, row in METHODS.items() if row.second == "teacher" and not row.rows.sampled)
-        conversion.notes["plugins"] = f"for KDPlugin, set method to {distillation}, and add a teacher"
+        method = distillation_method(sampled=False)
+        conversion.notes["plugins"] = f"for KDPlugin, set method to {method}, and add a teacher"
     elif plugins:
         conversion.ignored["plugins"] = "none is needed for the options here"
     if conversion.take_new_adapter():
@@ -69,8 +78,8 @@ def _convert_section_of_trl(conversion: Conversion) -> None:
     if "beta" in section:
         conversion.settings["rl_beta"] = section["beta"]
     for key in [key for key in section if key != "beta"]:
-        has_effect = conversion.has_option(f"train.{key}")
-        conversion.notes[f"trl.{key}"] = f"Axolotl uses it for GRPO alone{'. Set train.' + key if has_effect else ''}"
+        fix = f". Set train.{key}" if conversion.has_option(f"train.{key}") else ""
+        conversion.notes[f"trl.{key}"] = f"Axolotl uses it for GRPO alone{fix}"
 
 
 def _convert_sources(conversion: Conversion) -> None:

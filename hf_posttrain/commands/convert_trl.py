@@ -1,7 +1,7 @@
 """Conversion of the settings of TRL that depend on several keys."""
 
 from ..methods import METHODS
-from .conversion import Conversion, take_source
+from .conversion import Conversion, distillation_method, take_source
 
 _SINGLE_DATASET = ("name", "config", "train_split", "test_split", "streaming")
 """Keys about the one data set, after `dataset_`, which TRL ignores if there are `datasets`."""
@@ -48,21 +48,19 @@ def _convert_sources(conversion: Conversion) -> None:
 
 
 def _convert_distillation(conversion: Conversion) -> None:
-    """Set the options of the loss and of the sampling.
+    """Set the options of the loss and of the sampling, and note those whose defaults are unknown.
 
-    TRL trains with the teacher alone. The ends of `beta` are the two directions of the KL divergence. The temperature
-    of GKD is that of sampling, and that of other trainers also divides the logits of the loss, as here.
+    GKD uses its temperature for sampling alone. In TRL's other trainers, as here, it also divides the loss's logits.
     """
     settings = conversion.settings
     is_gkd = bool(settings.keys() & _GKD_ONLY)
-    is_sampled = conversion.has_option("train.lmbda")
-    if conversion.has_option("train.kd_coef"):
-        conversion.set("train.kd_coef", 1.0)
+    is_sampled = METHODS[conversion.recipe["method"]].rows.sampled
     if not is_sampled:
+        conversion.set("train.kd_coef", 1.0)  # TRL trains with the teacher alone
         conversion.ignore(["max_new_tokens", "max_completion_length"], "nothing is sampled")
         if conversion.take_number("lmbda"):
-            sampled = next(name for name, row in METHODS.items() if row.second == "teacher" and row.rows.sampled)
-            conversion.notes["lmbda"] = f"answers are not sampled. Use the method {sampled}"
+            method = distillation_method(sampled=True)
+            conversion.notes["lmbda"] = f"answers are not sampled. Use the method {method}"
     if is_gkd and not is_sampled:
         conversion.ignore(["temperature"], "GKD uses it for sampling alone")
     elif settings.get("temperature", 1) != 1 and "max_completion_length" not in settings:
@@ -75,6 +73,11 @@ def _convert_distillation(conversion: Conversion) -> None:
         values = ", ".join(f"{key} {value}" for key, value in missing.items())
         problem = f"not set in the file. GKDConfig has {values}, and other trainers have other defaults"
         conversion.notes[", ".join(missing)] = f"{problem}. Set those of your trainer"
+    _convert_beta(conversion)
+
+
+def _convert_beta(conversion: Conversion) -> None:
+    """Set the divergence from `beta`, whose ends are the two directions of the KL divergence."""
     ends = {0.0: "forward_kl", 1.0: "reverse_kl"}
     beta = conversion.take_number("beta")
     if beta is None:
@@ -82,4 +85,4 @@ def _convert_distillation(conversion: Conversion) -> None:
     option = "train.loss_type" if conversion.has_option("train.loss_type") else "train.divergence"
     conversion.set(option, ends.get(beta, "jsd"))
     if beta not in ends:
-        settings["beta"] = beta
+        conversion.settings["beta"] = beta

@@ -233,18 +233,18 @@ def _group(group: OptionGroup, option: Schema) -> Schema:
     """
     kept = {key: option[key] for key in ("default", "description") if key in option}
     kinds = []
-    names = []  # kinds without required options
+    names = []  # of a selector, kinds without required options
     for name, kind in group.kinds.items():
         schema = _section(kind)
         if group.selector:
             schema["properties"] = {group.selector: {"const": name}, **schema["properties"]}
             is_default = not group.optional and name == next(iter(group.kinds))
+            if not schema.get("required"):
+                names.append(name)
             schema["required"] = [*([] if is_default else [group.selector]), *schema.get("required", ())]
         kinds.append(schema)
-        if {*schema.get("required", ())} <= {group.selector}:
-            names.append(name)
     text = {"type": "string", "pattern": r"^\s*\{"}  # a mapping of the command line
-    return _any_of([*([{"enum": names}] if group.selector else []), *kinds, text, _NULL]) | kept
+    return _any_of([*([{"enum": names}] if names else []), *kinds, text, _NULL]) | kept
 
 
 def _help(kind: type) -> dict[str, str]:

@@ -408,9 +408,8 @@ def drop_trl_defaults(options: Mapping[str, Any], valid_names: Collection[str], 
     remaining = {}
     for name, value in options.items():
         accepted = () if name in valid_names else without_effect.get(name, ())
-        if not any(
-            value == each and isinstance(value, bool) == isinstance(each, bool) for each in accepted
-        ):  # False == 0
+        # False == 0
+        if not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in accepted):
             remaining[name] = value
     return remaining
 

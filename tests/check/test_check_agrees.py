@@ -98,7 +98,7 @@ def test_check_lets_pass_what_trains_a_step(command, capsys, start):
     with capsys.disabled():
         print(f"\n{start} to {start + CHUNK - 1}: {dict(counts)}, {time.process_time() - began:.0f} s of CPU time")
     assert not wrong, "".join(wrong)
-    assert counts["passes"] + counts["warns"] > CHUNK // 8
+    assert counts["passes"] + counts["warns"] > CHUNK // 5
     assert counts["refuses"] > CHUNK // 10
 
 
