@@ -240,6 +240,9 @@ NEEDS = {need.symbol: need for need in [
     Need("evaluate.Metric._compute", "generation/exact_match.py", "see _info"),
     Need("huggingface_hub.constants.HF_HUB_CACHE", "recipe/rules.py",
          "a model of the hub is in its folder models--OWNER--NAME", "models--"),
+    Need("trackio.context_vars.current_run", "monitoring/reporters.py", "the run of this process, or None"),
+    Need("trackio.context_vars.current_space_id", "monitoring/reporters.py", "the Space that shows the run, or None"),
+    Need("trackio.context_vars.current_server", "monitoring/reporters.py", "the server that shows the run, or None"),
     Need("bitsandbytes.nn.Linear4bit.support_avx512bf16_for_cpu", "models/policy.py",
          "False: weights are not repacked in a first forward"),
     Need("torch.ops.mkl._mkl_reorder_linear_weight", "scoring/cpu.py", "packs a weight for a number of rows"),
@@ -1312,6 +1315,13 @@ def _():
     bitsandbytes = pytest.importorskip("bitsandbytes")
     assert "support_avx512bf16_for_cpu" in vars(bitsandbytes.nn.Linear4bit(4, 4))
     assert "and self.support_avx512bf16_for_cpu" in source(bitsandbytes.nn.Linear4bit.forward)
+
+
+@canary(*(f"trackio.context_vars.current_{name}" for name in ("run", "space_id", "server")))
+def _():
+    trackio = pytest.importorskip("trackio")
+    for name in ("run", "space_id", "server"):
+        assert f"context_vars.current_{name}.set(" in source(trackio.init)
 
 
 @canary("torch.ops.mkl._mkl_reorder_linear_weight", "torch.ops.mkl._mkl_linear")

@@ -8,6 +8,7 @@ import datasets
 from accelerate.utils import broadcast_object_list
 
 from ..data.dataset_type import AnyDataset
+from ..models.adapters import trained_adapter_config
 from ..models.load import load_skeleton
 from ..recipe.sections import Recipe
 from ..trainer.base import PostTrainer
@@ -43,37 +44,36 @@ def disable_unneeded_checkpointing(
         memory_gib: Memory of a device in GiB, in place of this machine's.
     """
     options = {*_NAMES, *(f"{name}_kwargs" for name in _NAMES)}
-    if options & recipe.train.keys() or not isinstance(rows["train"], datasets.Dataset):
+    if options & recipe.train.keys():
         return
-    if (recipe.model.lora or {}).get("alora_invocation_tokens"):
+    if getattr(trained_adapter_config(recipe.model), "alora_invocation_tokens", None):
         _disable_checkpointing(config)
         logger.info("activation_checkpointing: off (it cannot be combined with alora_invocation_tokens)")
+        return
+    if not isinstance(rows["train"], datasets.Dataset):
         return
     if load_skeleton(recipe.model).config.get_text_config()._attn_implementation == "eager":
         return  # eager attention saves scores of tokens by tokens, which the estimate does not count
     engine = engine or engine_from_config(config)
     without = copy.copy(config)
     without.activation_checkpointing = False
+    enough = False
     try:
         needed = estimate(recipe, without, trainer_class, rows, engine, memory_gib, with_advice=False)
-        unknown = "; ".join(needed.notes)
     except ValueError as error:  # an architecture that cannot be counted
-        unknown = str(error)
-    if unknown:
-        logger.info("activation_checkpointing: on (the memory that the run needs without it is unknown: %s)", unknown)
-        return
-    # on CPU, freed memory may stay with the process, and all processes may be on this machine
-    total = needed.total if engine.gpu else (needed.process or needed.total) * engine.processes
-    enough = total <= MAX_MEMORY_SHARE * (needed.available or 0)
-    [enough] = broadcast_object_list([enough])
+        reason = f"the memory that the run needs without it is unknown: {error}"
+    else:
+        # on CPU, freed memory may stay with the process, and all processes may be on this machine
+        total = needed.total if engine.gpu else (needed.process or needed.total) * engine.processes
+        available = needed.available or 0
+        enough = not needed.notes and total <= MAX_MEMORY_SHARE * available
+        reason = f"without it the run needs about {total / GIB:.1f} of {available / GIB:.1f} GiB"
+        if needed.notes:
+            reason = f"the memory that the run needs without it is unknown: {'; '.join(needed.notes)}"
+    [enough, reason] = broadcast_object_list([enough, reason])  # all ranks decide as the first one
     if enough:
         _disable_checkpointing(config)
-    logger.info(
-        "activation_checkpointing: %s (without it the run needs about %.1f of %.1f GiB)",
-        "off" if enough else "on",
-        total / GIB,
-        (needed.available or 0) / GIB,
-    )
+    logger.info("activation_checkpointing: %s (%s)", "off" if enough else "on", reason)
 
 
 def _disable_checkpointing(config: PostTrainConfig) -> None:

@@ -27,7 +27,7 @@ from ..methods.rules import REFERENCE_FREE_LOSSES
 from ..models.config import ModelSection
 from ..monitoring.symptoms import as_list
 from ..recipe.sections import Recipe
-from ..report.callbacks import MAX_NEW_TOKENS, NUM_SAMPLES
+from ..report.callbacks import MAX_NEW_TOKENS, NUM_SAMPLES, pick_prompts
 from ..rollouts.options import PolicySamplerOptions, VLLMColocateOptions
 from ..rounds.judges.config import MODEL_JUDGES
 from ..rounds.sample_and_judge import chunk_size
@@ -379,7 +379,9 @@ class Run:
 
     def sample_answers(self) -> int:
         """Return the bytes of the cache and the logits of the sample answers for the report."""
-        tokens = NUM_SAMPLES * (self.longest_prompt() + MAX_NEW_TOKENS)
+        rows = self.rows["train"] if self.rows.get("eval") is None else self.rows["eval"]
+        longest = max((len(prompt) for prompt, _ in pick_prompts(rows)), default=0)
+        tokens = NUM_SAMPLES * (longest + MAX_NEW_TOKENS)
         return self.policy.cache * tokens // self.policy.tokens + LOGIT_BYTES * NUM_SAMPLES * len(self.policy.head)
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import peft
 import torch
 import yaml
 from torch import Tensor, nn
@@ -178,7 +177,7 @@ def add_trained_adapter(model: nn.Module, section: ModelSection, vision: bool) -
 
     vision: whether the vision encoder is trained as well.
     """
-    adapter = peft.PeftConfig.from_pretrained(section.adapter) if section.adapter else adapters.lora_config(section)
+    adapter = adapters.trained_adapter_config(section)
     if adapter is None:
         return model
     adapter.inference_mode = False

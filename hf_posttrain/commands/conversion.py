@@ -16,7 +16,7 @@ NO_COUNTERPART = "no counterpart"
 MIXED_ROWS = "rows with messages and rows with prompts or texts cannot be mixed. Convert one kind to the other"
 TRUNCATED = "texts that are longer than max_length are truncated, not split. Split them first"
 UNPACKED_STREAM = "a stream cannot be packed"
-_BUILDERS = ("json", "csv", "parquet")
+_BUILDERS = ("json", "csv", "parquet", "text", "arrow")
 """Paths of `datasets.load_dataset` that only name the format of `data_files`."""
 
 
@@ -87,6 +87,16 @@ class Conversion:
         if isinstance(value, bool) or not math.isfinite(number):
             raise self.error(key, f"must be a number, not {short_repr(value)}")
         return number
+
+    def take_count(self, key: str) -> int | None:
+        """Remove a key whose value is a whole number of at least 1, and return it, or None for a missing key."""
+        value = self.settings.get(key)
+        number = self.take_number(key)
+        if number is None:
+            return None
+        if number < 1 or number != int(number):
+            raise self.error(key, f"must be a whole number of at least 1, not {short_repr(value)}")
+        return int(number)
 
     def take_names(self, key: str) -> list[str]:
         """Remove a key whose value is a list of names, or one text with commas between them, and return the names."""
@@ -204,7 +214,7 @@ class Conversion:
             modules = "all-linear"
         if modules is not None:
             self.set("model.lora.target_modules", modules)
-        elif self.settings.get("lora_target_linear") is not True:
+        else:
             problem = f"in {self.tool['title']}, PEFT chooses layers by the model. Here all linear ones are used"
             self.notes["lora_target_modules"] = problem
 
@@ -223,22 +233,30 @@ def take_source(conversion: Conversion, name: str, entry: Tree) -> Tree:
         entry: The entry.
     """
     source: Tree = {"path": entry.pop("path", None)}
+    key = f"{name}.data_files"
     given = entry.pop("data_files", None)
     if isinstance(given, dict):  # split -> files
-        given = given.get(entry.pop("split", None) or "train")
+        split, bracket, part = str(entry.pop("split", None) or "train").partition("[")
+        if split not in given:
+            raise conversion.error(key, f"must have files of the split {split}, not {short_repr(given)}")
+        given = given[split]
+        if part:  # the files are the rows to train on of their own source
+            source["split"] = f"train{bracket}{part}"
     files = given if isinstance(given, list) else [given] if given else []
     if not all(isinstance(file, str) for file in files):
-        raise conversion.error(f"{name}.data_files", f"must be files, not {short_repr(given)}")
+        raise conversion.error(key, f"must be files, not {short_repr(given)}")
     if files and source["path"] not in _BUILDERS:
-        conversion.notes[f"{name}.data_files"] = f"all files of {source['path']} are read"
+        conversion.notes[key] = f"all files of {source['path']} are read"
+    elif source["path"] in _BUILDERS and not files:
+        raise conversion.error(key, f"must name the files of the format {source['path']}")
     elif files:
         first, *others = files
         source["path"] = first
         if others:
-            conversion.notes[f"{name}.data_files"] = f"only {first} was converted. Add a source for each file"
-    for key in ("name", "split"):
-        if (value := entry.pop(key, None)) is not None:
-            source[key] = value
+            conversion.notes[key] = f"only {first} was converted. Add a source for each file"
+    for argument in ("name", "split"):
+        if (value := entry.pop(argument, None)) is not None:
+            source[argument] = value
     return source
 
 

@@ -133,15 +133,22 @@ def _drop_evaluation(conversion: Conversion) -> None:
 def _convert_warmup(conversion: Conversion) -> None:
     """Convert `warmup_ratio`, which `warmup_steps` above 0 replaces."""
     ratio = conversion.take_number("warmup_ratio")
-    if ratio is not None and conversion.settings.get("warmup_steps"):
+    if ratio is None:
+        return
+    if not 0 <= ratio <= 1:
+        raise conversion.error("warmup_ratio", f"must be from 0 to 1, not {ratio:g}")
+    if conversion.settings.get("warmup_steps"):
         conversion.ignored["warmup_ratio"] = "warmup_steps comes first"
-    elif ratio is not None:
+    elif ratio == 1:
+        conversion.notes["warmup_ratio"] = "all steps are a warmup. Set warmup_steps to their number"
+    else:
         conversion.settings["warmup_steps"] = ratio  # a value below 1 is a share of all steps
 
 
 def _convert_key(conversion: Conversion, key: str) -> None:
     """Convert a key by the tables of its tool, or by its name."""
     tool = conversion.tool
+    method = conversion.recipe["method"]
     value = conversion.take(key)
     new = _known_value(tool["values"].get(key, {}), value)
     if new is None and key in tool["ignored"]:
@@ -160,8 +167,8 @@ def _convert_key(conversion: Conversion, key: str) -> None:
             conversion.notes[key] = f"{ours} is {short_repr(conversion.get(ours))}, by another key of the file"
         elif conversion.has_option(ours):
             conversion.set(ours, setting)
-        elif drop_trl_defaults({key: value}, ()):
-            conversion.notes[key] = suggest_key(conversion.recipe["method"], ours) or NO_COUNTERPART
+        elif drop_trl_defaults({key: value}, (), METHODS[method].config_name):
+            conversion.notes[key] = suggest_key(method, ours) or NO_COUNTERPART
         else:
             conversion.ignored[key] = "its value makes no difference here"
 

@@ -45,7 +45,7 @@ _PROJECTS = {
     "comet_ml": ("comet_project_name", None),
     "trackio": ("trackio_project_name", "trackio_run_name"),
 }
-"""Tracker -> the key of its project, which turns it on, and the key with the name of the run."""
+"""Tracker -> the key of its project, which turns it on, and the key that becomes `run_name`."""
 _USUAL_MESSAGES = ({"role": "role", "content": "content"}, {"role": "from", "content": "value"})
 
 
@@ -65,9 +65,10 @@ def prepare(conversion: Conversion) -> None:
     elif plugins:
         conversion.ignored["plugins"] = "none is needed for the options here"
     if conversion.take_new_adapter():
-        if conversion.settings.get("lora_target_linear") is True and conversion.take("lora_target_modules"):
+        if conversion.settings.get("lora_target_linear") is not True:
+            conversion.set_target_modules()
+        elif conversion.take("lora_target_modules"):
             conversion.notes["lora_target_modules"] = "all linear layers are trained, and no others"
-        conversion.set_target_modules()
 
 
 def _convert_section_of_trl(conversion: Conversion) -> None:
@@ -75,7 +76,7 @@ def _convert_section_of_trl(conversion: Conversion) -> None:
     section = conversion.take("trl", {})
     if not isinstance(section, dict):
         raise conversion.error("trl", f"must be a mapping, not {short_repr(section)}")
-    if "beta" in section:
+    if section.get("beta") is not None:
         conversion.settings["rl_beta"] = section["beta"]
     for key in [key for key in section if key != "beta"]:
         fix = f". Set train.{key}" if conversion.has_option(f"train.{key}") else ""
@@ -96,11 +97,12 @@ def _convert_sources(conversion: Conversion) -> None:
         columns = {"text": entry.pop("text_column", "text")}
         entry.pop("type", None)
         source = take_source(conversion, name, entry)
-        train.append(source | {"columns": columns, "streaming": True})
+        train.append(source | {"columns": columns})
         conversion.notes[name] = TRUNCATED
-        if conversion.take("sample_packing") is True:
-            conversion.notes["sample_packing"] = UNPACKED_STREAM
+        conversion.settings["streaming"] = True
         conversion.note_rest(name, entry)
+    if conversion.settings.get("streaming") is True and conversion.take("sample_packing") is True:
+        conversion.notes["sample_packing"] = UNPACKED_STREAM
     conversion.set_sources("train", train)
     kinds = {choice is None for choice in choices.values()}
     if len(kinds) > 1 and conversion.has_option("train.assistant_only_loss"):
@@ -191,8 +193,14 @@ def _convert_schedule(conversion: Conversion) -> None:
     settings = conversion.settings
     has_rows_to_evaluate = bool(conversion.recipe["data"].get("eval"))
     for word, every in [("saves", "save"), *([("evals", "eval")] if has_rows_to_evaluate else [])]:
-        count = conversion.take_number(f"{word}_per_epoch")
-        if not count:
+        key = f"{word}_per_epoch"
+        count = conversion.take_number(key)
+        if count is None:
+            continue
+        if count < 0:
+            raise conversion.error(key, f"must be 0 or more, not {count:g}")
+        if count == 0:
+            conversion.ignored[key] = "it is off"
             continue
         epochs = conversion.take_number("num_epochs") or 1.0
         settings["num_epochs"] = epochs
@@ -228,14 +236,16 @@ def _convert_lowest_rate(conversion: Conversion) -> None:
 
 
 def _convert_trackers(conversion: Conversion) -> None:
-    """Set the trackers, and the name of the run."""
+    """Set the trackers, and ignore the keys of those that are not used."""
+    settings = conversion.settings
     trackers = []
+    if settings.get("wandb_mode") == "disabled":
+        keys = [key for key in settings if key.startswith("wandb_")]
+        conversion.ignore([*keys, "use_wandb"], "W&B is disabled")
     for tracker, (project, name) in _PROJECTS.items():
-        is_used = conversion.take(f"use_{tracker.removesuffix('_ml')}") is True or project in conversion.settings
-        run_name = conversion.take(name) if name else None
-        if is_used:
+        if conversion.take(f"use_{tracker.removesuffix('_ml')}") is True or project in settings:
             trackers.append(tracker)
-        if is_used and run_name and "run_name" not in conversion.recipe["train"]:
-            conversion.set("train.run_name", run_name)
+        elif name:
+            conversion.ignore([name], f"{tracker} is not used")
     if trackers:
         conversion.set("train.report_to", trackers[0] if len(trackers) == 1 else trackers)

@@ -67,9 +67,9 @@ def _convert_adapter(conversion: Conversion) -> None:
     conversion.set_target_modules()
     if modules := conversion.take_names("additional_target"):
         conversion.set("model.lora.modules_to_save", modules)
-    rank = conversion.take_number("lora_rank") or 0
-    conversion.set("model.lora.r", round(rank))
-    conversion.settings.setdefault("lora_alpha", round(2 * rank))
+    rank = conversion.take_count("lora_rank") or 8  # the default of LLaMA-Factory
+    conversion.set("model.lora.r", rank)
+    conversion.settings.setdefault("lora_alpha", 2 * rank)
 
 
 def _convert_sources(conversion: Conversion, is_pretraining: bool) -> None:
@@ -78,8 +78,7 @@ def _convert_sources(conversion: Conversion, is_pretraining: bool) -> None:
     # LLaMA-Factory reads from the current folder, that of its repository
     folder = next((one for one in (folder, conversion.file.parent / folder) if (one / _INFO).is_file()), folder)
     entries = _read_info(folder)
-    count = conversion.take_number("max_samples")
-    limit = None if count is None else round(count)
+    limit = conversion.take_count("max_samples")
     choices: dict[str, bool | None] = {}
     for key, section in (("dataset", "train"), ("eval_dataset", "eval")):
         names = conversion.take_names(key)

@@ -1,5 +1,6 @@
 """Conversion of the settings of TRL that depend on several keys."""
 
+from ..errors import short_repr
 from ..methods import METHODS
 from .conversion import Conversion, distillation_method, take_source
 
@@ -20,6 +21,8 @@ def prepare(conversion: Conversion) -> None:
         _convert_distillation(conversion)
     if conversion.has_option("train.sampler"):
         mode = conversion.take("vllm_mode", "colocate")
+        if mode not in ("colocate", "server"):
+            raise conversion.error("vllm_mode", f"must be colocate or server, not {short_repr(mode)}")
         if conversion.take("use_vllm") is True:
             conversion.set("train.sampler.kind", f"vllm_{mode}")
     if conversion.take_new_adapter():
@@ -42,6 +45,7 @@ def _convert_sources(conversion: Conversion) -> None:
     split = conversion.take("dataset_test_split")
     if path and conversion.evaluates:
         source = {"path": path, "name": settings.get("dataset_config"), "split": split or "test"}
+        source["streaming"] = settings.get("dataset_streaming") or None
         conversion.set_sources("eval", [{key: value for key, value in source.items() if value is not None}])
     elif split:
         conversion.ignored["dataset_test_split"] = "eval_strategy is not set"

@@ -24,8 +24,10 @@ VARIABLES = (
 )
 """Beginnings of the names of environment variables that are listed."""
 _SECRET_NAME = re.compile("TOKEN(?!IZER)|KEY|PASS|SECRET|WEBHOOK|HEADER|PROXY|AUTH|CRED|NOTES")
-_HARMLESS_VALUE = re.compile(r"https?://[\w.-]+(:\d+)?/?|(?!\w+://)[\w.,:/^+-]*")
+_HARMLESS_VALUE = re.compile(r"https?://[\w.-]+(:\d+)?/?|(?!\w+://)=*[][\w.,:;/^+{}%-]*")
 """Values that are printed: hosts, numbers, words, paths and lists of them."""
+_SWITCH = re.compile("0|1|true|false|yes|no|on|off", re.IGNORECASE)
+"""Values that are printed for every name."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,7 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(
         prog="hf-posttrain env",
         description="Print versions, devices and settings, for the report of a bug.",
-        epilog="Values of HF_TOKEN and similar names, and URLs with a path or a user, are not printed.",
+        epilog="Values of HF_TOKEN and similar names, texts with spaces or equals signs, and URLs with a path or a "
+        "user are not printed.",
     )
     parser.parse_args(argv)
     facts = [*_system(), *_packages(), *_devices(), *_settings()]
@@ -82,7 +85,8 @@ def _settings() -> Iterator[tuple[str, str]]:
     """Yield the environment variables that change a run, and the file of `accelerate config` if there is one."""
     for name, value in sorted(os.environ.items()):
         if name.startswith(VARIABLES):
-            is_shown = _HARMLESS_VALUE.fullmatch(value) and not _SECRET_NAME.search(name)
+            is_harmless = _HARMLESS_VALUE.fullmatch(value) and not _SECRET_NAME.search(name)
+            is_shown = is_harmless or _SWITCH.fullmatch(value)
             yield name, value if is_shown else "(set)"
     from accelerate.commands.config.config_args import default_config_file
 

@@ -74,6 +74,11 @@ def lora_config(section: ModelSection, location: str = "model") -> peft.LoraConf
         raise InputError(f"{location}: model.lora: {error}") from error
 
 
+def trained_adapter_config(section: ModelSection) -> peft.PeftConfig | None:
+    """Return the config of the adapter that is trained, a saved or a new one, or None if there is none."""
+    return peft.PeftConfig.from_pretrained(section.adapter) if section.adapter else lora_config(section)
+
+
 def check_adapter_kind(config: peft.PeftConfig) -> None:
     """Raise InputError for kinds of adapters that cannot be trained here.
 

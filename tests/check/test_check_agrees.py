@@ -115,12 +115,6 @@ def plain(method, rows="strings", model="qwen3", **train):
     return recipe | {"train": usual | {"save_strategy": "no", "disable_tqdm": True} | train}
 
 
-def test_check_lets_an_alora_pass(command):
-    """Without the option, both the run and the check turn activation checkpointing off."""
-    recipe = changed(plain("sft"), lora={"r": 2, "alora_invocation_tokens": [65]})
-    assert disagreement(recipe, command) == ("passes", "")
-
-
 def streamed(recipe):
     recipe["data"]["train"]["streaming"] = True
     return recipe
@@ -129,6 +123,19 @@ def streamed(recipe):
 def changed(recipe, **model):
     """The recipe with more in its section of the model."""
     return recipe | {"model": recipe["model"] | model}
+
+
+ALORA = {"lora": {"r": 2, "alora_invocation_tokens": [65]}}
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [changed(plain("sft"), **ALORA), streamed(changed(plain("sft"), **ALORA)), changed(plain("sft"), adapter="alora")],
+    ids=["new", "stream", "saved"],
+)
+def test_check_lets_an_alora_pass(command, recipe):
+    """Without the option, both the run and the check turn activation checkpointing off."""
+    assert disagreement(recipe, command) == ("passes", "")
 
 
 REFUSED = {

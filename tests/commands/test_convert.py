@@ -1,6 +1,7 @@
 """`hf-posttrain init --from FILE`: every key of another tool's file is converted, or listed with what to do."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -493,6 +494,91 @@ def test_files_of_a_split_of_trl(tmp_path):
     recipe, notes, _ = convert_settings(tmp_path, "sft", model_name_or_path="m", datasets=entries)
     assert recipe["data"]["train"] == [{"path": "x.jsonl"}, {"path": "y.jsonl"}]
     assert [*notes] == ["datasets[1].data_files"]
+    half = {"path": "text", "data_files": {"extra": "x.txt"}, "split": "extra[:50%]"}
+    recipe, notes, _ = convert_settings(tmp_path, "sft", model_name_or_path="m", datasets=[half])
+    assert recipe["data"]["train"] == {"path": "x.txt", "split": "train[:50%]"}
+    assert not notes
+
+
+@pytest.mark.parametrize(
+    ("entry", "problem"),
+    [
+        ({"data_files": {"validation": "x.jsonl"}}, "must have files of the split train, not {'validation'"),
+        ({"data_files": {"train": "x.jsonl"}, "split": "test[:9]"}, "must have files of the split test, not"),
+        ({}, "must name the files of the format json"),
+    ],
+)
+def test_files_that_a_source_lacks_are_an_error(entry, problem, tmp_path):
+    with pytest.raises(InputError, match=rf"datasets\.data_files {re.escape(problem)}"):
+        convert_axolotl(tmp_path, datasets=[{"path": "json", **entry}])
+
+
+def test_trackers_of_axolotl_that_are_not_used(tmp_path):
+    recipe, notes, ignored = convert_axolotl(tmp_path, wandb_name="n", use_mlflow=True, mlflow_run_name="r")
+    assert recipe["train"]["report_to"] == "mlflow"
+    assert recipe["train"]["run_name"] == "r"
+    assert ignored["wandb_name"] == "wandb is not used"
+    recipe, notes, ignored = convert_axolotl(tmp_path, wandb_project="p", wandb_mode="disabled", wandb_name="n")
+    assert not recipe["train"].keys() & {"report_to", "run_name"}
+    assert ignored.keys() >= {"wandb_project", "wandb_mode", "wandb_name"}
+    recipe, notes, _ = convert_axolotl(
+        tmp_path, wandb_project="p", wandb_name="n", use_mlflow=True, mlflow_run_name="r", wandb_mode="offline"
+    )
+    assert recipe["train"]["report_to"] == ["wandb", "mlflow"]
+    assert "sends the run to its server" in notes["wandb_mode"]
+    assert recipe["train"]["run_name"] in ("n", "r")
+    assert notes.keys() & {"wandb_name", "mlflow_run_name"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"saves_per_epoch": -1}, "saves_per_epoch must be 0 or more, not -1"),
+        ({"warmup_ratio": 1.5}, "warmup_ratio must be from 0 to 1, not 1.5"),
+        ({"trl": [1]}, r"trl must be a mapping, not [1]"),
+    ],
+)
+def test_numbers_of_axolotl_out_of_range_are_errors(settings, problem, tmp_path):
+    with pytest.raises(InputError, match=re.escape(problem)):
+        convert_axolotl(tmp_path, **settings)
+
+
+def test_numbers_of_axolotl_that_mean_nothing_or_all(tmp_path):
+    recipe, notes, ignored = convert_axolotl(tmp_path, saves_per_epoch=0, warmup_ratio=1.0)
+    assert ignored["saves_per_epoch"] == "it is off"
+    assert recipe["train"]["save_strategy"] == "epoch"
+    assert "number" in notes["warmup_ratio"]
+    recipe, notes, _ = convert_axolotl(tmp_path, rl="dpo", trl={"beta": None})
+    assert "beta" not in recipe["train"]
+    assert not [key for key in notes if "beta" in key]
+
+
+@pytest.mark.parametrize("settings", [{"max_samples": 0.5}, {"finetuning_type": "lora", "lora_rank": 0}])
+def test_counts_of_llama_factory_are_whole_and_positive(settings, tmp_path):
+    with pytest.raises(InputError, match="must be a whole number of at least 1, not"):
+        convert_llama_factory(tmp_path, **settings)
+
+
+def test_streams_are_not_packed_and_are_evaluated_as_streams(tmp_path):
+    recipe, notes, _ = convert_axolotl(tmp_path, streaming=True, sample_packing=True, max_steps=3)
+    assert recipe["data"]["train"] == {"path": "rows.jsonl", "streaming": True}
+    assert "packing" not in recipe["train"]
+    assert [*notes] == ["sample_packing"]
+    settings = {"model_name_or_path": "m", "dataset_name": "d", "dataset_streaming": True, "max_steps": 3}
+    recipe, notes, _ = convert_settings(tmp_path, "sft", **settings, eval_strategy="steps", eval_steps=1)
+    assert recipe["data"]["eval"] == {"path": "d", "split": "test", "streaming": True}
+    assert not notes
+
+
+def test_a_mode_of_vllm_that_does_not_exist_is_an_error(tmp_path):
+    with pytest.raises(InputError, match="vllm_mode must be colocate or server, not 3"):
+        convert_settings(tmp_path, "opd", model_name_or_path="m", dataset_name="d", use_vllm=True, vllm_mode=3)
+
+
+def test_values_without_effect_are_those_of_the_method(tmp_path):
+    _, notes, ignored = convert_settings(tmp_path, "kd", model_name_or_path="m", dataset_name="d", loss_type="nll")
+    assert "divergence" in notes["loss_type"]
+    assert "loss_type" not in ignored
 
 
 def test_columns_of_a_prompt_format_are_those_of_the_rows(tmp_path):

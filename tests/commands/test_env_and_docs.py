@@ -22,11 +22,14 @@ def test_versions_devices_and_settings_are_printed(capsys, monkeypatch):
         "WANDB_X_EXTRA_HTTP_HEADERS": '{"Authorization": "Bearer secret"}', "WANDB_X_OTHER": "Bearer secret",
         "WANDB_HTTP_PROXY": "user:secret", "WANDB_NOTES": "secret", "HF_PASSPHRASE": "secret",
         "HF_MIRROR_WITH_PATH": "https://mirror.example/secret/simple", "HF_ACCESSTOKEN": "secret",
+        "WANDB_X_PAIR": "name=secret",
     }  # fmt: skip
     shown = {
         "HF_MIRROR": "https://mirror.example", "OMP_NUM_THREADS": "3", "HF_HOME": "/data/hub", "WANDB_MODE": "offline",
         "TOKENIZERS_PARALLELISM": "false", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,max_split_size_mb:128",
         "CUDA_VISIBLE_DEVICES": "0,1", "NCCL_SOCKET_IFNAME": "^lo,docker0", "TORCH_LOGS": "+dynamo",
+        "OMP_PLACES": "{0:4}", "NCCL_IB_HCA": "==mlx5_0:1", "PYTORCH_ALLOC_CONF": "roundup_power2_divisions:[256:1]",
+        "TORCH_CUDA_ARCH_LIST": "8.0;9.0", "HF_HUB_DISABLE_IMPLICIT_TOKEN": "1",
     }  # fmt: skip
     for name, value in (hidden | shown).items():
         monkeypatch.setenv(name, value)

@@ -87,6 +87,7 @@ def make_shelf(folder):
         tokenizer().save_pretrained(folder / name)
     _adapter("qwen3", folder / "adapter", r=2, target_modules="all-linear")
     _adapter("qwen3", folder / "whole", r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    _adapter("qwen3", folder / "alora", r=2, target_modules="all-linear", alora_invocation_tokens=[65])
     _adapter("larger", folder / "wide", r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
     for name, template in (("chatml", CHATML), ("tags", CHATML_GENERATION), ("llama", LLAMA)):
         (folder / f"{name}.jinja").write_text(template)
