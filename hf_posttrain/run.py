@@ -100,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if argv and argv[0] in COMMANDS:
             return build.import_quietly(COMMANDS[argv[0]]).main(argv[1:])
         if argv and argv[0].isidentifier() and not os.path.exists(argv[0]):
-            problem = f"there is no command {argv[0]!r}{name_hint(argv[0], COMMANDS)}"
+            problem = f"there is no command {argv[0]!r}{name_hint(argv[0], COMMANDS, in_brackets=True)}"
             fix = "To start a run, use hf-posttrain RECIPE.yaml [section.key=value ...]"
             raise InputError(f"command line: {problem}. {fix}")
         arguments = parse(argv)
@@ -143,10 +143,17 @@ class LabeledFormatter(logging.Formatter):
         return f"\033[33m{label}:\033[0m {text}" if sys.stderr.isatty() else f"{label}: {text}"
 
 
+def has_own_handler(record: logging.LogRecord) -> bool:
+    """Return whether another package prints a record itself, as huggingface_hub and datasets do."""
+    package = record.name.partition(".")[0]
+    return package != "hf_posttrain" and bool(logging.getLogger(package).handlers)
+
+
 def set_up_messages() -> None:
     """Log to stderr with labels, and filter messages of other packages that users cannot act on."""
     handler = logging.StreamHandler()
     handler.setFormatter(LabeledFormatter())
+    handler.addFilter(lambda record: not has_own_handler(record))
     logging.basicConfig(handlers=[handler])
     warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing")
     # Llama 3 and others request a clean-up of spaces, which transformers correctly ignores

@@ -368,6 +368,15 @@ def test_our_warnings_are_labelled_and_noise_of_others_is_left_out(monkeypatch):
     assert [str(each.message) for each in heard] == ["the disk burns"]
 
 
+def test_a_message_that_another_package_prints_is_not_printed_twice(capfd):
+    script = "from hf_posttrain import run; run.set_up_messages(); import logging, huggingface_hub, datasets;"
+    script += "[logging.getLogger(f'{name}.x').warning(f'of {name}') for name in names]"
+    names = ["huggingface_hub", "datasets", "hf_posttrain", "other"]
+    subprocess.run([sys.executable, "-c", f"names = {names}; {script}"], check=True)
+    shown = capfd.readouterr().err
+    assert {name: shown.count(f"of {name}") for name in names} == dict.fromkeys(names, 1)
+
+
 def test_the_version(capsys):
     with pytest.raises(SystemExit) as left:
         run.main(["--version"])

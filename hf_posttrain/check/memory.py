@@ -99,7 +99,9 @@ class MemoryEstimate:
             )
             lines.append(f"  an estimate of the tensors: on CPU the process may need {most}, since {reason}")
         for name in ("parameters", "gradients", "optimizer", "second_model", "activations", "other"):
-            lines += [f"  {name.replace('_', ' '):13s}{size / GIB:8.2f}"] if (size := getattr(self, name)) else []
+            meaning = "  of the process, without tensors" if name == "other" else ""
+            if size := getattr(self, name):
+                lines.append(f"  {name.replace('_', ' '):13s}{size / GIB:8.2f}{meaning}")
         rows = count_noun(self.batch["rows"], "row")
         lines.append(f"  the longest micro-batch: {rows}, {self.batch['tokens']} tokens, layout {self.batch['layout']}")
         others = [f"{name} {size / GIB:.2f}" for name, size in self.phases.items() if name != self.phase]

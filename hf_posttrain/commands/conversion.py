@@ -160,6 +160,35 @@ class Conversion:
         if sources:
             self.set(f"data.{name}", sources[0] if len(sources) == 1 else sources)
 
+    def split_sources(self, key: str) -> None:
+        """Move the last rows of each source to `data.eval`, if a source has no limit, slice or stream.
+
+        Args:
+            key: Key with a share of the rows, or with their number. It stays if the rows are not split.
+        """
+        size = self.settings.get(key)
+        data = self.recipe["data"]
+        sources = data.get("train")
+        if isinstance(size, bool) or not isinstance(size, int | float) or not sources or "eval" in data:
+            return
+        given = sources if isinstance(sources, list) else [sources]
+        percent = round(100 * size, 6)
+        is_share = 0 < percent < 100 and percent % 1 == 0
+        is_number = size >= 1 and size % 1 == 0 and len(given) == 1
+        if not is_share and not is_number:
+            return
+        splits = [str(source.get("split", "train")) for source in given]
+        is_part = any("limit" in source for source in given) or any("[" in split for split in splits)
+        if is_part or self.settings.get("streaming") is True:
+            return
+        end = f"{100 - percent:g}%" if is_share else f"-{size:g}"
+        last = [{**source, "split": f"{split}[{end}:]"} for source, split in zip(given, splits, strict=True)]
+        for source, split in zip(given, splits, strict=True):
+            source["split"] = f"{split}[:{end}]"
+        self.set_sources("eval", last)
+        self.take(key)
+        self.notes[key] = f"the last rows of each source are held out. {self.tool['title']} chooses them at random"
+
     def has_option(self, key: str) -> bool:
         """Return whether a key of the recipe exists: any outside of `train`, and the options of the method in it."""
         section, _, name = key.partition(".")
@@ -215,8 +244,8 @@ class Conversion:
         if modules is not None:
             self.set("model.lora.target_modules", modules)
         else:
-            problem = f"in {self.tool['title']}, PEFT chooses layers by the model. Here all linear ones are used"
-            self.notes["lora_target_modules"] = problem
+            problem = f"not set in the file. In {self.tool['title']}, PEFT chooses layers by the model"
+            self.notes["lora_target_modules"] = f"{problem}. Here all linear ones are used"
 
 
 def distillation_method(sampled: bool) -> str:

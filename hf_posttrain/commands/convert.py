@@ -3,6 +3,7 @@
 Names are in foreign_keys.yaml. A module for each tool converts what depends on several keys.
 """
 
+import difflib
 import re
 from collections.abc import Callable, Iterable
 from functools import cache
@@ -13,6 +14,7 @@ import yaml
 
 from ..errors import InputError, short_repr
 from ..methods import METHODS
+from ..recipe.fields import train_fields
 from ..recipe.read import suggest_key
 from ..trainer.rules import drop_trl_defaults
 from . import convert_axolotl, convert_llama_factory, convert_trl
@@ -168,7 +170,9 @@ def _convert_key(conversion: Conversion, key: str) -> None:
         elif conversion.has_option(ours):
             conversion.set(ours, setting)
         elif drop_trl_defaults({key: value}, (), METHODS[method].config_name):
-            conversion.notes[key] = suggest_key(method, ours) or NO_COUNTERPART
+            similar = difflib.get_close_matches(key, [*tool["keys"], *train_fields(method)], n=1, cutoff=0.85)
+            hint = f"; did you mean {similar[0]!r}?" if similar else ""
+            conversion.notes[key] = suggest_key(method, ours) or f"{NO_COUNTERPART}{hint}"
         else:
             conversion.ignored[key] = "its value makes no difference here"
 

@@ -112,6 +112,7 @@ def _convert_sources(conversion: Conversion) -> None:
         _take_assistant_only(entry)
         evaluation.append(_source(conversion, name, entry))
     conversion.set_sources("eval", evaluation)
+    conversion.split_sources("val_set_size")
     if conversion.settings.get("train_on_inputs") is not True:
         conversion.set_assistant_only_loss(choices)
 

@@ -88,6 +88,7 @@ def _convert_sources(conversion: Conversion, is_pretraining: bool) -> None:
         conversion.set_sources(section, sources)
         if section == "train":
             choices = {f"dataset {name}": _is_chat(entries.get(name)) for name in names}
+    conversion.split_sources("val_size")
     is_chat = {choice for choice in choices.values() if choice is not None}
     if len(is_chat) > 1:
         conversion.notes["dataset"] = MIXED_ROWS

@@ -41,6 +41,7 @@ def _convert_sources(conversion: Conversion) -> None:
             conversion.notes[f"{name}.fraction"] = "set weights of the sources"
         conversion.note_rest(name, entry)
     conversion.set_sources("train", train)
+    conversion.split_sources("test_split_size")
     path = settings.get("dataset_name")
     split = conversion.take("dataset_test_split")
     if path and conversion.evaluates:

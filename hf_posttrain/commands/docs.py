@@ -34,7 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise InputError(f"command line: several pages have the name {topic!r}. Use {' or '.join(found)}")
     if not found:
         names = [*pages, *(page.rpartition("/")[2] for page in pages)]
-        hint = name_hint(name, names, list_valid=False) or ". List the pages with: hf-posttrain docs"
+        similar = [page for page in pages if len(name) > 2 and name in page]
+        hint = f". Similar pages: {', '.join(similar)}" if similar else name_hint(name, names, list_valid=False)
+        hint = hint or ". List the pages with: hf-posttrain docs"
         raise InputError(f"command line: there is no page {topic!r}{hint}")
     print_output(pages[found[0]].read_text(encoding="utf-8").rstrip())
     return 0

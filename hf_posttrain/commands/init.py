@@ -120,7 +120,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"-o: {file} exists. Set another file, or delete it")
     _write(parser, file, compose(method, arguments, file))
     name = shlex.quote(str(file))
-    print_output(f"wrote {file}; next:\n  hf-posttrain {name} --check\n  accelerate launch -m hf_posttrain.run {name}")
+    print_output(f"wrote {file}; next:\n  hf-posttrain {name} --check\n  hf-posttrain {name}")
+    print_output(f"on several GPUs:\n  accelerate launch -m hf_posttrain.run {name}")
     return 0
 
 
@@ -193,7 +194,7 @@ def compose(method: Method, arguments: argparse.Namespace, file: Path) -> str:
     if arguments.rounds:
         tree["rounds"] = _rounds_section(arguments.rounds, shipped.get("rounds", {}), has_answers)
     formats = " | ".join(form for form in reader.rows.formats if "_ids" not in form)
-    title = f"For {method.title} of {models['model']}: accelerate launch -m hf_posttrain.run {file}"
+    title = f"For {method.title} of {models['model']}: hf-posttrain {file}"
     head = (printable(line) for line in (title, *textwrap.wrap(f"Columns of rows: {formats}", 116)))
     schema = (f"{line}\n" for line in schema_lines(files))
     return "".join([*schema, *(f"# {line}\n" for line in head), *_yaml_lines(tree)])
@@ -396,7 +397,10 @@ def _ask(question: str, default: str, yes: bool) -> str:
     if yes or sys.stdin is None:
         return default
     print(f"{question} [{default}]: ", end="" if sys.stdin.isatty() else "\n", file=sys.stderr, flush=True)
-    return sys.stdin.readline().strip() or default
+    line = sys.stdin.readline()
+    if not line:
+        print(f"no answer, since the input has ended: {default}", file=sys.stderr, flush=True)
+    return line.strip() or default
 
 
 def _yaml_lines(tree: Mapping[str, Any], depth: int = 0) -> Iterator[str]:

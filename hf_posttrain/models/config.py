@@ -114,6 +114,13 @@ def is_local(name: str) -> bool:
     return name.startswith((".", "/", "~")) or name.count("/") > 1
 
 
+def unreadable_weights(folder: str) -> str | None:
+    """Return the problem of a folder whose weights this user may not read, or None. safetensors names no reason."""
+    files = (file for pattern in ("*.safetensors", "*.bin") for file in sorted(Path(folder).glob(pattern)))
+    closed = next((file for file in files if not os.access(file, os.R_OK)), None)
+    return None if closed is None else f"there is no permission to read {closed}. Its owner sets it by chmod a+r"
+
+
 def section_from_name(name: str, adapter: str | Path | None = None) -> ModelSection:
     """Return the section of a model that is an argument of a command.
 
@@ -163,5 +170,8 @@ def section_from_adapter(folder: Path, base: str | None = None) -> ModelSection:
         raise InputError(f"{file} does not name the base model of the adapter. Set the base model, too")
     if base is None and not Path(base_name).exists() and (relative := folder / base_name).is_dir():
         base_name = str(relative)  # a path relative to the folder of the adapter
+    if base is None and is_local(base_name) and not Path(base_name).expanduser().exists():
+        problem = f"{file} names the base model {base_name}, which does not exist on this machine"
+        raise InputError(f"{problem}. Set base_model_name_or_path in that file to its folder")
     section_class = RewardModelSection if config.get("task_type") == "SEQ_CLS" else ModelSection
     return section_class(base_name, adapter=str(folder), images=any(folder.glob("*processor_config.json")))

@@ -32,7 +32,7 @@ from ..data.lengths import largest_token_id
 from ..engines.launch import SHARDING_FIX
 from ..errors import InputError, name_hint, path_hint, short_repr
 from .adapters import check_adapter_kind, without_needless_warnings
-from .config import OFFLINE_FIX, ModelSection, RewardModelSection, has_tokenizer, is_local
+from .config import OFFLINE_FIX, ModelSection, RewardModelSection, has_tokenizer, is_local, unreadable_weights
 
 logger = logging.getLogger(__name__)
 
@@ -659,13 +659,17 @@ def as_input_error(kind: str, name: str) -> Iterator[None]:
         problem = f"its files lack {first_line}" if isinstance(error, LookupError) else first_line
         if "trust_remote_code=True" in str(error):
             problem += ". Set trust_remote_code to true if you trust the code"
+        problem = unreadable_weights(name) or problem
         # transformers raises OSError for files that are missing, here and on the Hub
         if (path := Path(name)).exists() or not (isinstance(error, OSError) or is_local(name)):
             raise InputError(f"{kind} {name}: {problem}") from error
+        hint = path_hint(path)
         hub = f"; from the Hub: {problem}"
         if is_local(name):
             hub = ""
         elif HF_HUB_OFFLINE:
-            hub = f", and HF_HUB_OFFLINE disables the hub{path_hint(path) or OFFLINE_FIX}"
-            raise InputError(f"{kind} {name}: no such folder{hub}") from error
-        raise InputError(f"{kind} {name}: no such folder{hub}{path_hint(path)}") from error
+            hub = ", and HF_HUB_OFFLINE disables the hub"
+            hint = hint or OFFLINE_FIX
+        elif "connect to" in problem:
+            hint = hint or ". Check the network, or use the folder of a model"
+        raise InputError(f"{kind} {name}: no such folder{hub}{hint}") from error

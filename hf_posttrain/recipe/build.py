@@ -168,8 +168,8 @@ def check_models(
 
     # tokenizers and vocabularies
     with error_context(recipe.where("model.name_or_path")):
-        tokenizer = models.load_tokenizer(recipe.model)
         model_config = models.check_model(recipe.model)
+        tokenizer = models.load_tokenizer(recipe.model)
         models.check_tokenizer_fits(tokenizer, model_config, recipe.model.name_or_path)
         models.check_head(recipe.model, model_config)
     with error_context(recipe.where("train.chat_template_kwargs")):

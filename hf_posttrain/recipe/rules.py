@@ -18,7 +18,7 @@ from ..data.template import template_problem
 from ..errors import path_hint
 from ..methods import METHODS
 from ..methods.rules import REFERENCE_FREE_LOSSES, no_reference, teacher_problems, teacher_section_problems
-from ..models.config import OFFLINE_FIX, has_tokenizer, is_local
+from ..models.config import OFFLINE_FIX, has_tokenizer, is_local, unreadable_weights
 from ..monitoring.symptoms import as_list
 from ..options import OptionValues
 from ..rounds.config import RoundsSection, rounds_features, rounds_problems
@@ -215,6 +215,9 @@ def run_problems(recipe: Recipe) -> Iterator[Problem]:
     """Yield problems that prevent a run from loading weights, reporting, writing its output_dir and resuming."""
     problem: str | None
     for name, section in recipe.models():
+        for option, value in (("name_or_path", section.name_or_path), ("adapter", section.adapter)):
+            if value and (problem := unreadable_weights(value)):
+                yield (f"{name}.{option}",), f"{name}.{option}: {problem}"
         key = f"{name}.name_or_path"
         folder = Path(section.name_or_path)
         if section.from_scratch or not folder.is_dir() or any(folder.glob("*.safetensors")):

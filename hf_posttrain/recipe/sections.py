@@ -28,7 +28,7 @@ class Source:
     )
     name: str | None = option(None, "Configuration of the hub dataset.")
     split: str = option(
-        "train", "Split of a hub dataset or saved DatasetDict. Slices such as `train[:90%]` are allowed."
+        "train", "Split of the data. That of a file is `train`. Slices such as `train[:90%]` are allowed."
     )
     columns: dict[str, str] | None = option(
         None, "Columns that have other names in the data, such as {prompt: question, completion: answer}."

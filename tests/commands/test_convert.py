@@ -500,6 +500,48 @@ def test_files_of_a_split_of_trl(tmp_path):
     assert not notes
 
 
+SPLITS = {
+    "share": (0.1, {}, "train[:90%]", "train[90%:]"),
+    "number": (7, {}, "train[:-7]", "train[-7:]"),
+    "other split": (0.25, {"split": "all"}, "all[:75%]", "all[75%:]"),
+    "slice": (0.1, {"split": "train[:50%]"}, "train[:50%]", None),
+    "small share": (0.005, {}, None, None),
+    "all rows": (1.0, {}, "train[:-1]", "train[-1:]"),
+}
+
+
+@pytest.mark.parametrize(("size", "entry", "train", "held_out"), SPLITS.values(), ids=SPLITS)
+def test_rows_that_are_held_out(size, entry, train, held_out, tmp_path):
+    """Each tool has a key for them, with a share or a number."""
+    source = {"path": "rows.jsonl", **entry}
+    tools = {
+        "val_set_size": convert_axolotl(tmp_path, datasets=[source], val_set_size=size),
+        "val_size": convert_llama_factory(tmp_path, {"file_name": "rows.jsonl", **entry}, val_size=size),
+        "test_split_size": convert_settings(
+            tmp_path, "sft", model_name_or_path="m", datasets=[source], test_split_size=size
+        ),
+    }
+    for key, (recipe, notes, _) in tools.items():
+        assert recipe["data"]["train"].get("split") == train, key
+        assert recipe["data"].get("eval", {}).get("split") == held_out, key
+        assert ("held out" in notes[key]) == bool(held_out), key
+
+
+def test_rows_of_streams_limits_and_several_sources_are_not_held_out(tmp_path):
+    sources = [{"path": "a"}, {"path": "b"}]
+    for recipe, notes, _ in (
+        convert_axolotl(tmp_path, datasets=sources, val_set_size=5),
+        convert_axolotl(tmp_path, streaming=True, max_steps=1, val_set_size=0.1),
+        convert_axolotl(tmp_path, test_datasets=[{"path": "t"}], val_set_size=0.1),
+    ):
+        assert "set data.eval" in notes["val_set_size"]
+        assert recipe["data"].get("eval", {}).get("path") in (None, "t")
+    _, notes, _ = convert_llama_factory(tmp_path, max_samples=9, val_size=0.1)
+    assert "set data.eval" in notes["val_size"]
+    recipe, notes, _ = convert_axolotl(tmp_path, datasets=sources, val_set_size=0.5)
+    assert [source["split"] for source in recipe["data"]["eval"]] == ["train[50%:]"] * 2
+
+
 @pytest.mark.parametrize(
     ("entry", "problem"),
     [
@@ -579,6 +621,11 @@ def test_values_without_effect_are_those_of_the_method(tmp_path):
     _, notes, ignored = convert_settings(tmp_path, "kd", model_name_or_path="m", dataset_name="d", loss_type="nll")
     assert "divergence" in notes["loss_type"]
     assert "loss_type" not in ignored
+
+
+def test_a_misspelled_key_is_noted_with_the_similar_one(tmp_path):
+    _, notes, _ = convert_settings(tmp_path, "sft", model_name_or_path="m", dataset_name="d", logn_steps=1, odd=2)
+    assert notes == {"logn_steps": "no counterpart; did you mean 'logging_steps'?", "odd": "no counterpart"}
 
 
 def test_columns_of_a_prompt_format_are_those_of_the_rows(tmp_path):

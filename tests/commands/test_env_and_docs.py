@@ -76,6 +76,8 @@ def test_a_topic_is_the_name_of_a_page(capsys):
         docs.main(["teachers"])
     with pytest.raises(InputError, match=r"there is no page 'guides/distill'; did you mean 'guides/distil'\?$"):
         docs.main(["guides/distill"])
+    with pytest.raises(InputError, match=r"there is no page 'trl'\. Similar pages: guides/from_trl$"):
+        docs.main(["trl"])
 
 
 def test_an_installation_without_pages_says_so(monkeypatch, tmp_path):

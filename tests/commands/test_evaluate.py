@@ -435,7 +435,10 @@ def test_a_file_is_written_whole_or_not_at_all(folder, monkeypatch):
         ("tiny --data qa.jsonl --images", "does not support images"),
         ("unfinished --data qa.jsonl", "unfinished has no model yet. Use one of its checkpoints, such as unf"),
         ("broken_model --data qa.jsonl", "broken_model: the model's logits are NaN"),
-        ("lost --data qa.jsonl", "the base of lost: model ./gone: no such folder"),
+        (
+            "lost --data qa.jsonl",
+            "lost/adapter_config.json names the base model ./gone, which does not exist on this machine",
+        ),
         ("lost --adapter lost --data qa.jsonl", "MODEL cannot be an adapter if --adapter is set, and lost is one"),
         ("tiny --adapter tiny --data qa.jsonl", "tiny has no adapter"),
         (

@@ -73,7 +73,8 @@ def test_every_methods_recipe_loads_and_begins_where_the_shipped_one_does(method
     for name in (*options, "per_device_train_batch_size", "gradient_accumulation_steps"):
         assert recipe.train[name] == shipped.train[name]
     said = capsys.readouterr().out
-    assert f"\n  hf-posttrain {method}.yaml --check\n  accelerate launch -m hf_posttrain.run {method}.yaml\n" in said
+    assert f"\n  hf-posttrain {method}.yaml --check\n  hf-posttrain {method}.yaml\n" in said
+    assert said.endswith(f"on several GPUs:\n  accelerate launch -m hf_posttrain.run {method}.yaml\n")
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -139,6 +140,12 @@ def test_enter_takes_the_default_and_what_is_given_is_not_asked(monkeypatch, cap
     assert recipe.teacher.name_or_path == load_recipe(SHIPPED / f"{method}.yaml").teacher.name_or_path
     assert (recipe.model.name_or_path, recipe.data.train.path) == ("my/model", "my/rows")
     assert "model [" not in capsys.readouterr().err
+
+
+def test_the_end_of_the_input_is_reported_with_the_default(capsys):
+    recipe = written("sft", "--data", "my/rows")
+    said = capsys.readouterr().err
+    assert f"no answer, since the input has ended: {recipe.model.name_or_path}\n" in said
 
 
 def test_nothing_is_asked_with_yes_or_without_a_stdin(monkeypatch, capsys):

@@ -156,6 +156,7 @@ def test_a_model_that_sees_is_merged_with_its_tower(folder):
     (["shards", "new", "--base", "wide"], "shards does not fit wide: model.embed_tokens.weight: copying a param"),
     (["half", "new", "--base", "base"], "half: the shards are not complete (FileNotFoundError: "),
     (["global", "new", "--base", "base"], "global: the shards are not complete (Unable to find 'latest' file at "),
+    (["moved", "new"], "moved/adapter_config.json names the base model /elsewhere/base, which does not exist on this "),
     (["nameless", "new"], "does not name the base model of the adapter"), (["cut", "new"], "adapter cut: "),
     (["empty", "new"], "empty has no adapter"),
     (["prompt", "new"], "PROMPT_TUNING is not supported. Use an adapter that acts only inside layers"),
@@ -182,6 +183,7 @@ def write_variants(folder):
     for name, file, changes in (
         ("quantised", "config.json", {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}),
         ("nameless", "adapter_config.json", {"base_model_name_or_path": None}),
+        ("moved", "adapter_config.json", {"base_model_name_or_path": "/elsewhere/base"}),
     ):
         if not (folder / name).exists():
             shutil.copytree("adapter", name)

@@ -6,6 +6,7 @@ import logging
 import re
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import peft
 import pytest
@@ -87,11 +88,25 @@ def test_pad_token_is_a_spare_one_or_eos(tmp_path):
     assert models.load_tokenizer(ModelSection(str(tmp_path / "spare"))).pad_token == "<|vision_pad|>"
 
 
-def test_missing_names_are_one_line(folder, tmp_path):
+def test_weights_that_may_not_be_read_are_named(folder, monkeypatch):
+    """By a stand-in of the system's refusal, since root may read everything: safetensors says `No such file`."""
+    weights = f"{folder}/model.safetensors"
+    monkeypatch.setattr("os.access", lambda path, mode: str(path) != weights)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", Mock(side_effect=FileNotFoundError(weights)))
+    problem = f"there is no permission to read {weights}. Its owner sets it by chmod a+r"
+    assert refusal(models.load_model, ModelSection(folder)) == f"model {folder}: {problem}"
+
+
+def test_missing_names_are_one_line(folder, tmp_path, monkeypatch):
     sibling = folder[:-1] + "z"
     assert refusal(models.load_tokenizer, ModelSection(sibling)) == (
         f"tokenizer {sibling}: no such folder; did you mean '{folder}'?"
     )
+    monkeypatch.setattr(models, "HF_HUB_OFFLINE", False)
+    assert refusal(models.load_tokenizer, ModelSection("no/such")).endswith(
+        ". Check the network, or use the folder of a model"
+    )
+    monkeypatch.undo()
     assert "model no/such: no such folder, and HF_HUB_OFFLINE disables the hub" in refusal(
         models.load_model, ModelSection("no/such")
     )

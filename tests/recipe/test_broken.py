@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -280,6 +281,20 @@ def test_what_is_below_a_folder_that_may_not_be_entered(untouched, monkeypatch, 
     assert said.count("\n") == 1
     assert said.startswith(f"error: command line: {key}: ")
     assert said.endswith(f"{value} cannot be read (Permission denied)\n")
+
+
+@pytest.mark.parametrize("key", ["model.name_or_path", "model.adapter"])
+def test_weights_that_may_not_be_read(untouched, tmp_path, monkeypatch, capsys, key):
+    """By a stand-in of the system's refusal, as above."""
+    given = tmp_path / "given"
+    shutil.copytree("tiny", given)
+    (given / "adapter_config.json").write_text("{}")
+    weights = given / "model.safetensors"
+    weights.touch()
+    monkeypatch.setattr("os.access", lambda path, mode: path != weights)
+    assert run.main(["sft.yaml", f"{key}={given}", "model.from_scratch=false", "--check"]) == 2
+    problem = f"there is no permission to read {weights}. Its owner sets it by chmod a+r"
+    assert f"error: command line: {key}: {problem}\n" in capsys.readouterr().err
 
 
 def test_a_link_to_nothing_alongside_the_recipe_is_no_recipe(untouched, capsys):
