@@ -146,7 +146,8 @@ class LabeledFormatter(logging.Formatter):
 def has_own_handler(record: logging.LogRecord) -> bool:
     """Return whether another package prints a record itself, as huggingface_hub and datasets do."""
     package = record.name.partition(".")[0]
-    return package != "hf_posttrain" and bool(logging.getLogger(package).handlers)
+    printing = [type(handler) is logging.StreamHandler for handler in logging.getLogger(package).handlers]
+    return package != "hf_posttrain" and any(printing)
 
 
 def set_up_messages() -> None:

@@ -370,8 +370,9 @@ def test_our_warnings_are_labelled_and_noise_of_others_is_left_out(monkeypatch):
 
 def test_a_message_that_another_package_prints_is_not_printed_twice(capfd):
     script = "from hf_posttrain import run; run.set_up_messages(); import logging, huggingface_hub, datasets;"
+    script += "logging.getLogger('silent').addHandler(logging.NullHandler());"  # as urllib3 has one
     script += "[logging.getLogger(f'{name}.x').warning(f'of {name}') for name in names]"
-    names = ["huggingface_hub", "datasets", "hf_posttrain", "other"]
+    names = ["huggingface_hub", "datasets", "hf_posttrain", "silent", "other"]
     subprocess.run([sys.executable, "-c", f"names = {names}; {script}"], check=True)
     shown = capfd.readouterr().err
     assert {name: shown.count(f"of {name}") for name in names} == dict.fromkeys(names, 1)

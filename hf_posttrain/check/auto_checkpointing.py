@@ -57,19 +57,20 @@ def disable_unneeded_checkpointing(
     engine = engine or engine_from_config(config)
     without = copy.copy(config)
     without.activation_checkpointing = False
-    enough = False
     try:
         needed = estimate(recipe, without, trainer_class, rows, engine, memory_gib, with_advice=False)
+        unknown = "; ".join(needed.notes)
     except ValueError as error:  # an architecture that cannot be counted
-        reason = f"the memory that the run needs without it is unknown: {error}"
+        unknown = str(error)
+    if unknown:
+        enough = False
+        reason = f"the memory that the run needs without it is unknown: {unknown}"
     else:
         # on CPU, freed memory may stay with the process, and all processes may be on this machine
         total = needed.total if engine.gpu else (needed.process or needed.total) * engine.processes
         available = needed.available or 0
-        enough = not needed.notes and total <= MAX_MEMORY_SHARE * available
+        enough = total <= MAX_MEMORY_SHARE * available
         reason = f"without it the run needs about {total / GIB:.1f} of {available / GIB:.1f} GiB"
-        if needed.notes:
-            reason = f"the memory that the run needs without it is unknown: {'; '.join(needed.notes)}"
     [enough, reason] = broadcast_object_list([enough, reason])  # all ranks decide as the first one
     if enough:
         _disable_checkpointing(config)

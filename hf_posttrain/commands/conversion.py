@@ -16,7 +16,8 @@ NO_COUNTERPART = "no counterpart"
 MIXED_ROWS = "rows with messages and rows with prompts or texts cannot be mixed. Convert one kind to the other"
 TRUNCATED = "texts that are longer than max_length are truncated, not split. Split them first"
 UNPACKED_STREAM = "a stream cannot be packed"
-_BUILDERS = ("json", "csv", "parquet", "text", "arrow")
+_UNREAD_FORMATS = ("text", "arrow")
+_FORMATS = ("json", "csv", "parquet", *_UNREAD_FORMATS)
 """Paths of `datasets.load_dataset` that only name the format of `data_files`."""
 
 
@@ -161,10 +162,13 @@ class Conversion:
             self.set(f"data.{name}", sources[0] if len(sources) == 1 else sources)
 
     def split_sources(self, key: str) -> None:
-        """Move the last rows of each source to `data.eval`, if a source has no limit, slice or stream.
+        """Move the last rows of each source to `data.eval`, and note it.
+
+        The key stays, and is noted later, for shares that are not whole percentages, for a number of rows of several
+        sources, and for sources that are streams, have a limit or a slice, or are not converted completely.
 
         Args:
-            key: Key with a share of the rows, or with their number. It stays if the rows are not split.
+            key: Key with a share of the rows, or with their number.
         """
         size = self.settings.get(key)
         data = self.recipe["data"]
@@ -172,19 +176,19 @@ class Conversion:
         if isinstance(size, bool) or not isinstance(size, int | float) or not sources or "eval" in data:
             return
         given = sources if isinstance(sources, list) else [sources]
+        splits = [str(source.get("split", "train")) for source in given]
         percent = round(100 * size, 6)
         is_share = 0 < percent < 100 and percent % 1 == 0
-        is_number = size >= 1 and size % 1 == 0 and len(given) == 1
-        if not is_share and not is_number:
-            return
-        splits = [str(source.get("split", "train")) for source in given]
+        is_number = size >= 1 and size % 1 == 0 and len(given) == 1 and "+" not in splits[0]
         is_part = any("limit" in source for source in given) or any("[" in split for split in splits)
-        if is_part or self.settings.get("streaming") is True:
+        lacks_files = any(name.endswith("data_files") or name.startswith("dataset ") for name in self.notes)
+        is_unknown = is_part or lacks_files or "all" in splits or self.settings.get("streaming") is True
+        if is_unknown or not (is_share or is_number):
             return
-        end = f"{100 - percent:g}%" if is_share else f"-{size:g}"
-        last = [{**source, "split": f"{split}[{end}:]"} for source, split in zip(given, splits, strict=True)]
+        end = f"{100 - int(percent)}%" if is_share else f"-{int(size)}"
+        last = [{**source, "split": _slice(split, f"{end}:")} for source, split in zip(given, splits, strict=True)]
         for source, split in zip(given, splits, strict=True):
-            source["split"] = f"{split}[:{end}]"
+            source["split"] = _slice(split, f":{end}")
         self.set_sources("eval", last)
         self.take(key)
         self.notes[key] = f"the last rows of each source are held out. {self.tool['title']} chooses them at random"
@@ -266,19 +270,21 @@ def take_source(conversion: Conversion, name: str, entry: Tree) -> Tree:
     given = entry.pop("data_files", None)
     if isinstance(given, dict):  # split -> files
         split, bracket, part = str(entry.pop("split", None) or "train").partition("[")
-        if split not in given:
-            raise conversion.error(key, f"must have files of the split {split}, not {short_repr(given)}")
-        given = given[split]
+        if missing := [each for each in split.split("+") if each not in given]:
+            raise conversion.error(key, f"must have files of the split {missing[0]}, not {short_repr(given)}")
+        given = [file for each in split.split("+") for file in _as_list(given[each])]
         if part:  # the files are the rows to train on of their own source
             source["split"] = f"train{bracket}{part}"
-    files = given if isinstance(given, list) else [given] if given else []
+    files = _as_list(given)
     if not all(isinstance(file, str) for file in files):
         raise conversion.error(key, f"must be files, not {short_repr(given)}")
-    if files and source["path"] not in _BUILDERS:
+    if files and source["path"] not in _FORMATS:
         conversion.notes[key] = f"all files of {source['path']} are read"
-    elif source["path"] in _BUILDERS and not files:
+    elif source["path"] in _FORMATS and not files:
         raise conversion.error(key, f"must name the files of the format {source['path']}")
     elif files:
+        if source["path"] in _UNREAD_FORMATS:
+            conversion.notes[key] = f"the format {source['path']} is not read. Write the rows to a .jsonl file"
         first, *others = files
         source["path"] = first
         if others:
@@ -287,6 +293,16 @@ def take_source(conversion: Conversion, name: str, entry: Tree) -> Tree:
         if (value := entry.pop(argument, None)) is not None:
             source[argument] = value
     return source
+
+
+def _as_list(value: Any) -> list[Any]:
+    """Return a list unchanged, one value as a list, and an empty list for a value that is null or empty."""
+    return value if isinstance(value, list) else [value] if value else []
+
+
+def _slice(split: str, part: str) -> str:
+    """Return a part of each split in a sum of splits such as train+test."""
+    return "+".join(f"{each}[{part}]" for each in split.split("+"))
 
 
 def _is_option_of_adapter(tool: Tool, key: str) -> bool:

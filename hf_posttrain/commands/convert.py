@@ -141,10 +141,8 @@ def _convert_warmup(conversion: Conversion) -> None:
         raise conversion.error("warmup_ratio", f"must be from 0 to 1, not {ratio:g}")
     if conversion.settings.get("warmup_steps"):
         conversion.ignored["warmup_ratio"] = "warmup_steps comes first"
-    elif ratio == 1:
-        conversion.notes["warmup_ratio"] = "all steps are a warmup. Set warmup_steps to their number"
-    else:
-        conversion.settings["warmup_steps"] = ratio  # a value below 1 is a share of all steps
+    else:  # a value below 1 is a share of all steps, and is rounded up
+        conversion.settings["warmup_steps"] = min(ratio, 0.9999)
 
 
 def _convert_key(conversion: Conversion, key: str) -> None:

@@ -34,6 +34,8 @@ def _convert_sources(conversion: Conversion) -> None:
     settings = conversion.settings
     if settings.get("datasets"):
         conversion.ignore([f"dataset_{name}" for name in _SINGLE_DATASET], "datasets comes first")
+    else:
+        conversion.ignore(["test_split_size"], "only datasets are split")
     train = []
     for name, entry in conversion.take_entries("datasets").items():
         train.append(take_source(conversion, name, entry))

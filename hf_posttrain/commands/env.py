@@ -24,7 +24,7 @@ VARIABLES = (
 )
 """Beginnings of the names of environment variables that are listed."""
 _SECRET_NAME = re.compile("TOKEN(?!IZER)|KEY|PASS|SECRET|WEBHOOK|HEADER|PROXY|AUTH|CRED|NOTES")
-_HARMLESS_VALUE = re.compile(r"https?://[\w.-]+(:\d+)?/?|(?!\w+://)=*[][\w.,:;/^+{}%-]*")
+_HARMLESS_VALUE = re.compile(r"https?://[\w.-]+(:\d+)?/?|(?!.*://)=*[][\w.,:;/^+{}%-]*")
 """Values that are printed: hosts, numbers, words, paths and lists of them."""
 _SWITCH = re.compile("0|1|true|false|yes|no|on|off", re.IGNORECASE)
 """Values that are printed for every name."""
@@ -35,8 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(
         prog="hf-posttrain env",
         description="Print versions, devices and settings, for the report of a bug.",
-        epilog="Values of HF_TOKEN and similar names, texts with spaces or equals signs, and URLs with a path or a "
-        "user are not printed.",
+        epilog="Values of HF_TOKEN and similar names, texts with spaces or with equals signs inside, and URLs with a "
+        "path or a user are not printed.",
     )
     parser.parse_args(argv)
     facts = [*_system(), *_packages(), *_devices(), *_settings()]

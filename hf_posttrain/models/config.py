@@ -115,10 +115,14 @@ def is_local(name: str) -> bool:
 
 
 def unreadable_weights(folder: str) -> str | None:
-    """Return the problem of a folder whose weights this user may not read, or None. safetensors names no reason."""
-    files = (file for pattern in ("*.safetensors", "*.bin") for file in sorted(Path(folder).glob(pattern)))
+    """Return the problem of a folder whose weights this user may not read, or None.
+
+    The error of safetensors for such a file is that there is no file.
+    """
+    files = sorted(Path(folder).glob("*.safetensors"))
+    files = files or [file for name in ("pytorch_model*.bin", "adapter_model.bin") for file in Path(folder).glob(name)]
     closed = next((file for file in files if not os.access(file, os.R_OK)), None)
-    return None if closed is None else f"there is no permission to read {closed}. Its owner sets it by chmod a+r"
+    return None if closed is None else f"there is no permission to read {closed}. Its owner can grant it with chmod a+r"
 
 
 def section_from_name(name: str, adapter: str | Path | None = None) -> ModelSection:
@@ -172,6 +176,6 @@ def section_from_adapter(folder: Path, base: str | None = None) -> ModelSection:
         base_name = str(relative)  # a path relative to the folder of the adapter
     if base is None and is_local(base_name) and not Path(base_name).expanduser().exists():
         problem = f"{file} names the base model {base_name}, which does not exist on this machine"
-        raise InputError(f"{problem}. Set base_model_name_or_path in that file to its folder")
+        raise InputError(f"{problem}. Set the base model, too, or set base_model_name_or_path in that file")
     section_class = RewardModelSection if config.get("task_type") == "SEQ_CLS" else ModelSection
     return section_class(base_name, adapter=str(folder), images=any(folder.glob("*processor_config.json")))

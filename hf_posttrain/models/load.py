@@ -659,7 +659,8 @@ def as_input_error(kind: str, name: str) -> Iterator[None]:
         problem = f"its files lack {first_line}" if isinstance(error, LookupError) else first_line
         if "trust_remote_code=True" in str(error):
             problem += ". Set trust_remote_code to true if you trust the code"
-        problem = unreadable_weights(name) or problem
+        if kind in ("model", "adapter") and isinstance(error, OSError | SafetensorError):
+            problem = unreadable_weights(name) or problem
         # transformers raises OSError for files that are missing, here and on the Hub
         if (path := Path(name)).exists() or not (isinstance(error, OSError) or is_local(name)):
             raise InputError(f"{kind} {name}: {problem}") from error

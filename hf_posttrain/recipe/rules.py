@@ -215,7 +215,8 @@ def run_problems(recipe: Recipe) -> Iterator[Problem]:
     """Yield problems that prevent a run from loading weights, reporting, writing its output_dir and resuming."""
     problem: str | None
     for name, section in recipe.models():
-        for option, value in (("name_or_path", section.name_or_path), ("adapter", section.adapter)):
+        name_or_path = None if section.from_scratch else section.name_or_path
+        for option, value in (("name_or_path", name_or_path), ("adapter", section.adapter)):
             if value and (problem := unreadable_weights(value)):
                 yield (f"{name}.{option}",), f"{name}.{option}: {problem}"
         key = f"{name}.name_or_path"

@@ -22,7 +22,7 @@ def test_versions_devices_and_settings_are_printed(capsys, monkeypatch):
         "WANDB_X_EXTRA_HTTP_HEADERS": '{"Authorization": "Bearer secret"}', "WANDB_X_OTHER": "Bearer secret",
         "WANDB_HTTP_PROXY": "user:secret", "WANDB_NOTES": "secret", "HF_PASSPHRASE": "secret",
         "HF_MIRROR_WITH_PATH": "https://mirror.example/secret/simple", "HF_ACCESSTOKEN": "secret",
-        "WANDB_X_PAIR": "name=secret",
+        "WANDB_X_PAIR": "name=secret", "HF_MIRRORS": "a;https://mirror.example/secret",
     }  # fmt: skip
     shown = {
         "HF_MIRROR": "https://mirror.example", "OMP_NUM_THREADS": "3", "HF_HOME": "/data/hub", "WANDB_MODE": "offline",

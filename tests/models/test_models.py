@@ -93,7 +93,7 @@ def test_weights_that_may_not_be_read_are_named(folder, monkeypatch):
     weights = f"{folder}/model.safetensors"
     monkeypatch.setattr("os.access", lambda path, mode: str(path) != weights)
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", Mock(side_effect=FileNotFoundError(weights)))
-    problem = f"there is no permission to read {weights}. Its owner sets it by chmod a+r"
+    problem = f"there is no permission to read {weights}. Its owner can grant it with chmod a+r"
     assert refusal(models.load_model, ModelSection(folder)) == f"model {folder}: {problem}"
 
 
