@@ -175,7 +175,7 @@ class Conversion:
         sources = data.get("train")
         if isinstance(size, bool) or not isinstance(size, int | float) or not sources or "eval" in data:
             return
-        given = sources if isinstance(sources, list) else [sources]
+        given = _as_list(sources)
         splits = [str(source.get("split", "train")) for source in given]
         percent = round(100 * size, 6)
         is_share = 0 < percent < 100 and percent % 1 == 0
@@ -186,10 +186,11 @@ class Conversion:
         if is_unknown or not (is_share or is_number):
             return
         end = f"{100 - int(percent)}%" if is_share else f"-{int(size)}"
-        last = [{**source, "split": _slice(split, f"{end}:")} for source, split in zip(given, splits, strict=True)]
+        held_out = []
         for source, split in zip(given, splits, strict=True):
+            held_out.append({**source, "split": _slice(split, f"{end}:")})
             source["split"] = _slice(split, f":{end}")
-        self.set_sources("eval", last)
+        self.set_sources("eval", held_out)
         self.take(key)
         self.notes[key] = f"the last rows of each source are held out. {self.tool['title']} chooses them at random"
 
